@@ -1,0 +1,39 @@
+"""What a worker says about itself, as JSON under its key, every second or so."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+WorkerState = Literal["loading", "ready", "draining"]
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters count since the worker started; a reader takes differences."""
+
+    id: str
+    state: WorkerState
+    model: str
+    contract: str
+    """The contract's model id and fingerprint."""
+    device: str
+    dtype: str
+    max_rows: int
+    rows_running: int
+    rows_waiting: int
+    """Claimed, not yet scheduled."""
+    steps: int
+    row_steps: int
+    """Rows summed over steps: ``row_steps / (steps · max_rows)`` is the batch occupancy."""
+    prompt_tokens: int
+    completion_tokens: int
+    jobs_done: int
+    jobs_failed: int
+    started_at: float
+    """Seconds since the Unix epoch, as is `updated_at`."""
+    updated_at: float
+
+
+encode_status = msgspec.json.Encoder().encode
+decode_status = msgspec.json.Decoder(WorkerStatus).decode

@@ -1,0 +1,122 @@
+"""A stand-in for the model whose answer shows every mistake in pages, slots and positions.
+
+Its "KV cache" holds token ids. A row's next token is a hash of the whole sequence as read back
+through the row's block table, so a row that reads another's page, a stale page or a page that
+was never written answers wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tidemill_worker.engine.engine import Engine
+from tidemill_worker.engine.pages import BlockTables, PagePool
+from tidemill_worker.engine.row import Row, RowSampling
+from tidemill_worker.engine.scheduler import Chunk, Scheduler
+
+VOCAB = 97
+GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    value = 7
+    for token in tokens:
+        value = (value * 31 + int(token) + 1) % 1_000_003
+    return value % VOCAB
+
+
+def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """What a row must generate, whatever it is batched with."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """Keeps token ids in slots; checks the budgets that a plan must keep to."""
+
+    def __init__(self, pool: PagePool, max_rows: int, max_step_tokens: int) -> None:
+        self.page_size = pool.page_size
+        self.cache = np.full(pool.total * pool.page_size, -1, np.int64)
+        self.max_rows = max_rows
+        self.max_step_tokens = max_step_tokens
+        self.raise_for: Callable[[Row], bool] = lambda row: False
+        self.nan_for: Callable[[Row], bool] = lambda row: False
+
+    def _slots(self, row: Row, tables: BlockTables, start: int, end: int) -> np.ndarray:
+        positions = np.arange(start, end)
+        pages = tables.array[row.table_index, positions // self.page_size]
+        assert (pages >= 0).all(), "a position has no page"
+        return pages * self.page_size + positions % self.page_size
+
+    def _compute(self, row: Row, tables: BlockTables, length: int) -> Tensor:
+        end = row.computed + length
+        self.cache[self._slots(row, tables, row.computed, end)] = row.token_ids[row.computed : end]
+        logits = torch.zeros(VOCAB)
+        logits[next_token(self.cache[self._slots(row, tables, 0, end)])] = 1.0
+        return logits * torch.nan if self.nan_for(row) else logits
+
+    def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
+        assert len(rows) <= self.max_rows
+        if any(self.raise_for(row) for row in rows):
+            raise RuntimeError("planted fault")
+        return torch.stack([self._compute(row, tables, 1) for row in rows])
+
+    def prefill(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
+        assert sum(chunk.length for chunk in chunks) <= self.max_step_tokens
+        if any(self.raise_for(chunk.row) for chunk in chunks):
+            raise RuntimeError("planted fault")
+        return torch.stack([self._compute(c.row, tables, c.length) for c in chunks])
+
+
+class Bench:
+    """An engine over the fake model, stepped by hand."""
+
+    def __init__(
+        self, *, pages: int = 64, page_size: int = 4, max_rows: int = 4, max_step_tokens: int = 16
+    ) -> None:
+        self.pool = PagePool(pages, page_size)
+        self.scheduler = Scheduler(
+            self.pool, max_rows=max_rows, max_step_tokens=max_step_tokens, max_model_len=256
+        )
+        self.runner = FakeRunner(self.pool, max_rows, self.scheduler.max_step_tokens)
+        self.delivered: list[Row] = []
+        self.engine = Engine(
+            self.runner, self.scheduler, self.delivered.extend, check_integrity=True
+        )
+
+    def add(self, row: Row) -> Row:
+        self.scheduler.add(row)
+        return row
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            self.engine.step()
+        assert not self.scheduler.has_work, "the engine makes no progress"
+        assert self.pool.free == self.pool.total
+
+
+def make_row(
+    prompt: Sequence[int], max_tokens: int = 8, *, name: str = "row", **fields: object
+) -> Row:
+    return Row(
+        id=name,
+        token_ids=list(prompt),
+        max_len=len(prompt) + max_tokens,
+        sampling=GREEDY,
+        eos_token_ids=frozenset(),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()

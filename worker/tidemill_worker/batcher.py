@@ -1,0 +1,247 @@
+"""Between asyncio and the engine's thread: jobs in, results out.
+
+Tokenises off the event loop where a prompt is large, resolves what a job leaves open, hands the
+row to the engine and waits for it. The engine gathers the rows into batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from pathlib import Path
+
+import torch
+
+from tidemill_contracts.models.hub import resolve_model_dir
+from tidemill_contracts.wire import (
+    ErrorCode,
+    GenerationJob,
+    GenerationResult,
+    JobError,
+    JobFailed,
+    TidemillError,
+    Timings,
+    Usage,
+)
+from tidemill_worker.engine.engine import Engine, EngineStats
+from tidemill_worker.engine.pages import PagePool
+from tidemill_worker.engine.row import Row, RowSampling
+from tidemill_worker.engine.runner import ModelRunner, RunnerOptions
+from tidemill_worker.engine.scheduler import Scheduler
+from tidemill_worker.settings import WorkerConfig
+from tidemill_worker.text import TextModel
+
+DEMO_MODEL = "demo"
+_INLINE_CHARACTERS = 16_384
+"""Tokenising a prompt of up to this many characters takes less than a thread switch is worth."""
+
+
+class EngineCrashed(TidemillError):
+    """The engine's loop has failed: a fault of the worker, whose log has the traceback."""
+
+
+class Batcher:
+    """A loaded model that generates for any number of callers at once."""
+
+    def __init__(self, config: WorkerConfig, runner: ModelRunner, text: TextModel) -> None:
+        self.config = config
+        self.runner = runner
+        self.text = text
+        self.model_name = config.served_model_name or served_name(config.model)
+        self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Never done, unless the engine crashes: then it raises."""
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        self._waiting: dict[Row, asyncio.Future[Row]] = {}
+        self._scheduler = Scheduler(
+            PagePool(runner.runtime.total_kv_pages, runner.runtime.page_size),
+            max_rows=config.max_rows,
+            max_step_tokens=config.max_step_tokens,
+            max_model_len=runner.runtime.max_seq_len,
+        )
+        self._engine = Engine(
+            runner,
+            self._scheduler,
+            self._deliver_from_engine,
+            max_wait_ms=config.max_wait_ms,
+            initialise=self._initialise_engine,
+            on_crash=self._crash_from_engine,
+        )
+
+    @classmethod
+    async def start(cls, config: WorkerConfig) -> Batcher:
+        """Loads the model and starts the engine. Raises `ModelError` where it cannot."""
+        runner, text = await asyncio.to_thread(_load, config)
+        batcher = cls(config, runner, text)
+        batcher._engine.start()
+        await asyncio.wait({batcher._ready, batcher.crashed}, return_when=asyncio.FIRST_COMPLETED)
+        if batcher.crashed.done():
+            await batcher.crashed
+        return batcher
+
+    async def close(self) -> None:
+        """Stops the engine after the step that runs."""
+        await asyncio.to_thread(self._engine.stop)
+        for future in self._waiting.values():
+            future.cancel()
+        self.crashed.cancel()
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats
+
+    @property
+    def rows_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def rows_waiting(self) -> int:
+        return max(0, len(self._waiting) - self.rows_running)
+
+    async def generate(
+        self, job: GenerationJob, job_id: str, enqueued_at: float
+    ) -> GenerationResult:
+        """Runs one job to its end.
+
+        `enqueued_at` is in seconds since the Unix epoch. Raises `JobFailed`. When the caller is
+        cancelled the row leaves the batch at the next step border and its pages are free.
+        """
+        if job.model is not None and job.model != self.model_name:
+            raise _failed(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"This worker serves {self.model_name!r}, not {job.model!r} - at `$.model`",
+            )
+        if job.deadline is not None and job.deadline <= time.time():
+            raise _failed(ErrorCode.EXPIRED, "The deadline passed before the job was started")
+        row = await self._make_row(job, job_id, enqueued_at)
+        future = self._waiting[row] = self._loop.create_future()
+        self._engine.submit(row)
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._engine.abort(row)
+            raise
+        finally:
+            self._waiting.pop(row, None)
+        if row.error is not None:
+            raise JobFailed(row.error)
+        return self._result(row)
+
+    async def _make_row(self, job: GenerationJob, job_id: str, enqueued_at: float) -> Row:
+        if _characters(job) > _INLINE_CHARACTERS:
+            ids = await asyncio.to_thread(self.text.encode, job)
+        else:
+            ids = self.text.encode(job)
+        max_tokens = job.sampling.max_tokens
+        if max_tokens is None:
+            # The job did not ask for a length, so it gets as much as there is room for.
+            room = self._scheduler.capacity - len(ids)
+            max_tokens = max(1, min(self.config.default_max_tokens, room))
+        refusal = self._scheduler.refusal(len(ids), max_tokens)
+        if refusal is not None:
+            raise JobFailed(refusal)
+        return Row(
+            id=job_id,
+            token_ids=ids,
+            max_len=len(ids) + max_tokens,
+            sampling=self._sampling(job),
+            eos_token_ids=(frozenset() if job.sampling.ignore_eos else self.text.eos_token_ids),
+            detokenizer=self.text.detokenizer(),
+            priority=job.priority,
+            deadline=job.deadline,
+            enqueued_at=enqueued_at,
+        )
+
+    def _sampling(self, job: GenerationJob) -> RowSampling:
+        """The job's sampling, completed by the model's generation config."""
+        asked, defaults = job.sampling, self.text.defaults
+        temperature = asked.temperature
+        if temperature is None:
+            temperature = defaults.temperature if defaults.do_sample else 0.0
+        top_p = defaults.top_p if asked.top_p is None else asked.top_p
+        top_k = defaults.top_k if asked.top_k is None else asked.top_k
+        return RowSampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=max(0, top_k),
+            seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+        )
+
+    def _result(self, row: Row) -> GenerationResult:
+        def since_enqueued(at: float) -> float:
+            return round(max(0.0, at - row.enqueued_at) * 1000, 3)
+
+        assert row.finish_reason is not None
+        return GenerationResult(
+            id=row.id,
+            model=self.model_name,
+            text=row.detokenizer.finish() if row.detokenizer is not None else None,
+            token_ids=list(row.output_token_ids),
+            finish_reason=row.finish_reason,
+            usage=Usage(prompt_tokens=row.prompt_len, completion_tokens=row.known - row.prompt_len),
+            timings=Timings(
+                queued_ms=since_enqueued(row.scheduled_at),
+                first_token_ms=since_enqueued(row.first_token_at),
+                total_ms=since_enqueued(row.finished_at),
+            ),
+        )
+
+    def _initialise_engine(self) -> None:
+        # OpenMP's thread count belongs to the calling thread, so the engine's own must set it.
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        self.runner.warm_up()
+        self._loop.call_soon_threadsafe(self._ready.set_result, None)
+
+    def _deliver_from_engine(self, rows: list[Row]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, rows)
+
+    def _deliver(self, rows: list[Row]) -> None:
+        for row in rows:
+            future = self._waiting.get(row)
+            if future is not None and not future.done():
+                future.set_result(row)
+
+    def _crash_from_engine(self, error: Exception) -> None:
+        def crash() -> None:
+            if not self.crashed.done():
+                crashed = EngineCrashed(f"The engine has crashed: {type(error).__name__}: {error}")
+                crashed.__cause__ = error
+                self.crashed.set_exception(crashed)
+
+        self._loop.call_soon_threadsafe(crash)
+
+
+def served_name(model: str) -> str:
+    """The name that jobs may ask for: a directory's own, or the Hub id as it is."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel]:
+    if config.model == DEMO_MODEL:
+        model_dir = Path(__file__).parent / "demo_model"
+    else:
+        model_dir = resolve_model_dir(config.model)
+    runner = ModelRunner.load(
+        model_dir,
+        RunnerOptions(
+            device=config.device,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            page_size=config.page_size,
+            kv_pages=config.kv_pages,
+            max_rows=config.max_rows,
+            max_step_tokens=config.max_step_tokens,
+        ),
+    )
+    return runner, TextModel(model_dir, runner.config)
+
+
+def _characters(job: GenerationJob) -> int:
+    return len(job.prompt or "") + sum(len(message.content) for message in job.messages or [])
+
+
+def _failed(code: ErrorCode, message: str) -> JobFailed:
+    return JobFailed(JobError.of(code, message))

@@ -1,0 +1,294 @@
+"""Runs the contract's stages: loads the model once, then turns each plan into logits.
+
+The only module of the worker that meets the contract's hooks. It deals in logical inputs (token
+ids, lengths, block tables, slots); the contract's own builder turns those into the kernel's
+arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tidemill_contracts.models.checkpoint import Checkpoint
+from tidemill_contracts.models.config import ModelConfig, load_config
+from tidemill_contracts.models.contract import (
+    CompiledStage,
+    KernelSpec,
+    KVCache,
+    ModelContract,
+    Phase,
+    RuntimeConfig,
+    StageInputs,
+    StaticArgs,
+)
+from tidemill_contracts.models.errors import ContractMismatch
+from tidemill_contracts.models.registry import find_contract_for_model_config
+from tidemill_contracts.models.requirements import ServingRequirements
+from tidemill_worker.engine.pages import BlockTables
+from tidemill_worker.engine.row import Row
+from tidemill_worker.engine.scheduler import Chunk
+
+logger = logging.getLogger("tidemill.engine")
+
+KV_MEMORY_SHARE = 0.4
+"""Of the memory that is free once the weights are loaded, where `kv_pages` is not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """The part of the worker's settings that decides how a model runs."""
+
+    device: str
+    dtype: str | None
+    """``bfloat16`` or ``float32``; ``None`` takes the checkpoint's."""
+    max_model_len: int | None
+    page_size: int
+    kv_pages: int | None
+    max_rows: int
+    max_step_tokens: int
+
+
+class ModelRunner:
+    """A loaded model: weights, KV cache and compiled stages. Used by one thread."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        contract: ModelContract,
+        runtime: RuntimeConfig,
+        static: StaticArgs,
+        cache: KVCache,
+    ) -> None:
+        self.config = config
+        self.contract = contract
+        self.runtime = runtime
+        self._static = static
+        self._cache = cache
+        width = contract.hooks.logits_width(config)
+        self._logits = torch.zeros((runtime.max_batch_size, width), device=runtime.device)
+        self._stages: dict[Phase, tuple[KernelSpec, CompiledStage]] = {}
+        for phase in ("prefill", "decode"):
+            stage = contract.stage(phase)
+            args = stage.compile_args_builder(config, runtime)
+            self._stages[phase] = (stage, stage.host_jit_fn.compile(*args, config=runtime))
+            logger.debug("compiled %s", stage.public_name)
+
+    @classmethod
+    def load(cls, model_dir: Path, options: RunnerOptions) -> ModelRunner:
+        """Finds the contract, checks it, loads weights and allocates the KV cache.
+
+        Raises `ModelError` where the directory, the contract and the options disagree, before
+        anything is loaded where that can be told.
+        """
+        started = time.perf_counter()
+        config = load_config(model_dir)
+        contract = find_contract_for_model_config(config)
+        ServingRequirements().check(contract)
+        runtime = _runtime(config, contract, options, total_kv_pages=options.kv_pages or 1)
+        loaded = contract.hooks.load_kernels()
+        contract.hooks.validate_kernels(loaded, config, runtime)
+        contract.hooks.bind(loaded)
+        static = contract.hooks.prepare_weights(
+            Checkpoint(model_dir), config, runtime, lambda tensor: tensor.to(runtime.device)
+        )
+        if options.kv_pages is None:
+            pages = _pages_that_fit(config, contract, runtime)
+            runtime = _runtime(config, contract, options, total_kv_pages=pages)
+        spec = contract.hooks.cache_spec(config, runtime)
+        cache = spec.allocate(runtime.total_kv_pages)
+        runner = cls(config, contract, runtime, static, cache)
+        logger.info(
+            "loaded %s in %.1fs: contract %s %s, %s on %s, weights %.2f GiB,"
+            " KV cache %d pages of %d tokens (%.2f GiB)",
+            model_dir,
+            time.perf_counter() - started,
+            contract.model,
+            contract.abi_fingerprint()[:12],
+            str(runtime.dtype).removeprefix("torch."),
+            runtime.device,
+            static.nbytes / 2**30,
+            runtime.total_kv_pages,
+            runtime.page_size,
+            runtime.total_kv_pages * spec.bytes_per_page / 2**30,
+        )
+        return runner
+
+    def warm_up(self) -> None:
+        """Runs both stages once without writing to the cache, so that the first job does not
+        pay for what a first call sets up."""
+        one = np.zeros(1, np.int32)
+        table = np.full((1, 1), -1, np.int32)
+        for phase in ("prefill", "decode"):
+            self._run(
+                phase,
+                input_ids=one,
+                seq_lens=one + 1,
+                block_table=table * 0,
+                slot_mapping=one - 1,
+                logits=self._logits[:1],
+                chunk_lens=one + 1 if phase == "prefill" else None,
+            )
+
+    def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
+        """Computes each row's last known token.
+
+        Returns float32 ``[rows, real vocabulary]``, valid until the next call.
+        """
+        seq_lens = np.fromiter((row.known for row in rows), np.int32, len(rows))
+        block_table = self._block_table(rows, tables, int(seq_lens.max()))
+        positions = seq_lens - 1
+        size = self.runtime.page_size
+        pages = block_table[np.arange(len(rows)), positions // size]
+        return self._run(
+            "decode",
+            input_ids=np.fromiter((row.token_ids[-1] for row in rows), np.int32, len(rows)),
+            seq_lens=seq_lens,
+            block_table=block_table,
+            slot_mapping=pages * size + positions % size,
+            logits=self._logits[: len(rows)],
+        )
+
+    def prefill(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
+        """Computes the next tokens of each chunk's row.
+
+        Returns float32 ``[chunks, real vocabulary]`` for the last token of each chunk, valid
+        until the next call.
+        """
+        rows = [chunk.row for chunk in chunks]
+        starts = np.fromiter((row.computed for row in rows), np.int32, len(rows))
+        lengths = np.fromiter((chunk.length for chunk in chunks), np.int32, len(rows))
+        seq_lens = starts + lengths
+        block_table = self._block_table(rows, tables, int(seq_lens.max()))
+        size = self.runtime.page_size
+        input_ids = np.empty(int(lengths.sum()), np.int32)
+        slots = np.empty_like(input_ids)
+        offset = 0
+        for index, (row, start, end) in enumerate(zip(rows, starts, seq_lens, strict=True)):
+            here = slice(offset, offset + end - start)
+            input_ids[here] = row.token_ids[start:end]
+            positions = np.arange(start, end, dtype=np.int32)
+            slots[here] = block_table[index, positions // size] * size + positions % size
+            offset = here.stop
+        return self._run(
+            "prefill",
+            input_ids=input_ids,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            slot_mapping=slots,
+            logits=self._logits[: len(rows)],
+            chunk_lens=lengths,
+        )
+
+    def _block_table(
+        self, rows: Sequence[Row], tables: BlockTables, longest: int
+    ) -> npt.NDArray[np.int32]:
+        pages = -(-longest // self.runtime.page_size)
+        lines = np.fromiter((row.table_index for row in rows), np.intp, len(rows))
+        return tables.array[lines, :pages]
+
+    def _run(
+        self,
+        phase: Phase,
+        *,
+        input_ids: npt.NDArray[np.int32],
+        seq_lens: npt.NDArray[np.int32],
+        block_table: npt.NDArray[np.int32],
+        slot_mapping: npt.NDArray[np.int32],
+        logits: Tensor,
+        chunk_lens: npt.NDArray[np.int32] | None = None,
+    ) -> Tensor:
+        def tensor(array: npt.NDArray[np.int32]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(self.runtime.device)
+
+        chunk_offsets = None
+        if chunk_lens is not None:
+            chunk_offsets = np.cumsum(chunk_lens, dtype=np.int32) - chunk_lens
+        inputs = StageInputs(
+            input_ids=tensor(input_ids),
+            seq_lens=tensor(seq_lens),
+            block_table=tensor(block_table),
+            slot_mapping=tensor(slot_mapping),
+            logits=logits,
+            chunk_lens=None if chunk_lens is None else tensor(chunk_lens),
+            chunk_offsets=None if chunk_offsets is None else tensor(chunk_offsets),
+        )
+        stage, compiled = self._stages[phase]
+        compiled(*stage.runtime_args_builder(inputs, self._static, self._cache))
+        return logits[:, : self.config.vocab_size]
+
+
+def _runtime(
+    config: ModelConfig, contract: ModelContract, options: RunnerOptions, *, total_kv_pages: int
+) -> RuntimeConfig:
+    name = f"{contract.model}"
+    max_model_len = options.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings:
+        raise ContractMismatch(
+            name,
+            "max_model_len",
+            found=f"{max_model_len:,}",
+            expected=f"at most {config.max_position_embeddings:,}, the model's own context",
+        )
+    dtype = getattr(torch, options.dtype or config.torch_dtype)
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ContractMismatch(
+            name,
+            "dtype",
+            found=options.dtype or config.torch_dtype,
+            expected="bfloat16 or float32",
+            hint="fp16 overflows in Qwen3; choose one with --dtype.",
+        )
+    return RuntimeConfig(
+        device=torch.device(options.device),
+        dtype=dtype,
+        max_batch_size=options.max_rows,
+        max_seq_len=max_model_len,
+        max_step_tokens=max(options.max_step_tokens, options.max_rows),
+        page_size=options.page_size,
+        total_kv_pages=total_kv_pages,
+    )
+
+
+def _pages_that_fit(config: ModelConfig, contract: ModelContract, runtime: RuntimeConfig) -> int:
+    """As many pages as all rows could ever use, within a share of the free memory."""
+    spec = contract.hooks.cache_spec(config, runtime)
+    useful = runtime.max_batch_size * -(-runtime.max_seq_len // spec.page_size)
+    affordable = int(_free_memory(runtime.device) * KV_MEMORY_SHARE) // spec.bytes_per_page
+    return max(1, min(useful, affordable))
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that may still be allocated on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    readers: list[Callable[[], int]] = [_meminfo_available, _cgroup_available]
+    for read in readers:
+        try:
+            available = read() if read is _meminfo_available else min(available, read())
+        except (OSError, ValueError):
+            continue  # not Linux, or no limit in force
+    return available
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("no MemAvailable")
+
+
+def _cgroup_available() -> int:
+    root = Path("/sys/fs/cgroup")
+    limit = int((root / "memory.max").read_text())
+    return limit - int((root / "memory.current").read_text())

@@ -1,0 +1,171 @@
+"""Which rows the next step runs, and how many tokens of each.
+
+A step has one token budget. Rows that decode come first, then rows in the middle of their
+prompt, then waiting rows while rows, tokens and pages last. A row that needs a page when none
+is free preempts the lowest-ranked running row, which gives its pages up and is computed again
+later. The highest-ranked row is never preempted and can hold the whole pool, so there is
+always a row that makes progress.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tidemill_contracts.wire import ErrorCode, JobError
+from tidemill_worker.engine.pages import BlockTables, PagePool
+from tidemill_worker.engine.row import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `length` tokens of a row's prompt (or, after a preemption, of all it knows)."""
+
+    row: Row
+    length: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: decode rows compute one token each, chunks several."""
+
+    decode: list[Row] = field(default_factory=list)
+    prefill: list[Chunk] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return len(self.decode) + len(self.prefill)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decode) + sum(chunk.length for chunk in self.prefill)
+
+
+class Scheduler:
+    """Admission, the waiting line, the running rows and their pages."""
+
+    def __init__(
+        self, pool: PagePool, *, max_rows: int, max_step_tokens: int, max_model_len: int
+    ) -> None:
+        self.pool = pool
+        self.max_rows = max_rows
+        # Every running row must be able to decode in every step.
+        self.max_step_tokens = max(max_step_tokens, max_rows)
+        self.max_model_len = max_model_len
+        self.tables = BlockTables(max_rows, pool.pages_for(max_model_len))
+        self.running: list[Row] = []
+        self._waiting: list[tuple[tuple[int, int], Row]] = []
+        self._arrivals = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self._waiting)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest row that can ever finish: the context, or the whole pool.
+
+        The last token of a row is sampled but never computed, so it needs no room.
+        """
+        return min(self.max_model_len, self.pool.total * self.pool.page_size + 1)
+
+    def rows(self) -> Iterator[Row]:
+        yield from self.running
+        for _, row in self._waiting:
+            yield row
+
+    def refusal(self, prompt_len: int, max_tokens: int) -> JobError | None:
+        """Why such a row could never finish here, or ``None`` where it can."""
+        if prompt_len + max_tokens <= self.capacity:
+            return None
+        limit = (
+            f"the context of {self.max_model_len:,} tokens"
+            if self.capacity == self.max_model_len
+            else f"the KV cache of {self.pool.total:,} pages of {self.pool.page_size} tokens"
+        )
+        return JobError.of(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"The prompt has {prompt_len:,} tokens and {max_tokens:,} more are asked for:"
+            f" {prompt_len + max_tokens:,} do not fit {limit}",
+        )
+
+    def add(self, row: Row) -> None:
+        """Puts an admitted row in line."""
+        row.arrival = self._arrivals
+        self._arrivals += 1
+        heapq.heappush(self._waiting, (row.rank, row))
+
+    def remove(self, row: Row) -> None:
+        """Takes a row out wherever it stands; its pages are free again."""
+        if row.table_index >= 0:
+            self.running.remove(row)
+            self.pool.release(self.tables.close(row))
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not row]
+            heapq.heapify(self._waiting)
+
+    def plan(self) -> StepPlan:
+        """The next step. Empty only where there is no work."""
+        plan = StepPlan()
+        budget = self.max_step_tokens
+        preempted = False
+        self.running.sort(key=lambda row: row.rank)
+        # Rows that decode first: they are nearest to freeing their pages.
+        for row in sorted(self.running, key=lambda row: row.remaining > 1):
+            if row.table_index < 0:
+                continue  # preempted by a row before it
+            length = min(row.remaining, budget)
+            if length == 0:
+                break
+            while not self._grow(row, row.computed + length):
+                preempted = True
+                if self._preempt_lowest(plan) is row:
+                    break
+            else:
+                budget -= length
+                if row.remaining == 1:
+                    plan.decode.append(row)
+                else:
+                    plan.prefill.append(Chunk(row, length))
+        # A row that has just lost its pages must not take them back in the same step.
+        while not preempted and self._waiting and len(self.running) < self.max_rows and budget:
+            row = self._waiting[0][1]
+            # A page for each running row is left over: they grow next.
+            if not self.pool.can_allocate(self.pool.pages_for(row.known) + len(self.running)):
+                break
+            heapq.heappop(self._waiting)
+            self.tables.open(row)
+            self.running.append(row)
+            length = min(row.remaining, budget)
+            self._grow(row, length)
+            budget -= length
+            if row.remaining == 1:
+                plan.decode.append(row)
+            else:
+                plan.prefill.append(Chunk(row, length))
+        return plan
+
+    def _grow(self, row: Row, tokens: int) -> bool:
+        """Makes the row's pages hold `tokens`; False where the pool has too few."""
+        pages = self.pool.allocate(self.pool.pages_for(tokens) - len(row.pages))
+        if pages is None:
+            return False
+        self.tables.append(row, pages)
+        return True
+
+    def _preempt_lowest(self, plan: StepPlan) -> Row:
+        victim = max(self.running, key=lambda row: row.rank)
+        if victim in plan.decode:
+            plan.decode.remove(victim)
+        plan.prefill = [chunk for chunk in plan.prefill if chunk.row is not victim]
+        self.running.remove(victim)
+        self.pool.release(self.tables.close(victim))
+        victim.computed = 0
+        victim.preemptions += 1
+        heapq.heappush(self._waiting, (victim.rank, victim))
+        return victim
