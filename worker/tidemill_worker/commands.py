@@ -36,12 +36,14 @@ def worker(**values: object) -> None:
 
 def configure_logging(config: WorkerConfig) -> None:
     """One line per event on stderr; the configuration first, without secrets."""
+    level = logging.getLevelNamesMapping()[config.log_level.upper()]
     logging.basicConfig(
-        level=config.log_level.upper(),
+        level=level,
         format="%(asctime)s %(levelname)-7s %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
-    logging.getLogger("arq").setLevel(logging.WARNING)
+    logging.getLogger("arq").setLevel(max(level, logging.WARNING))
+    logging.getLogger("asyncio").setLevel(max(level, logging.WARNING))
     shown = " ".join(f"{name}={value}" for name, value in config.masked().items() if value)
     logging.getLogger("tidemill").info("tidemill worker %s", shown)
