@@ -2,10 +2,10 @@
 
 | key | type | written by | lives |
 | --- | --- | --- | --- |
-| ``<queue>`` | zset: job id → when it is due, in ms | enqueue, claim, renew | until the job ends |
-| ``<queue>:leases`` | zset: job id → when its lease ends, in ms | claim, renew | until the job ends |
-| ``<queue>:doorbell`` | list of at most one token | enqueue, release | until an idle worker takes it |
-| ``<queue>:workers`` | zset: worker id → its last heartbeat, in ms | worker | entries for a minute |
+| ``<queue>`` | zset: job id → when due, ms | enqueue, claim, renew | until the job ends |
+| ``<queue>:leases`` | zset: job id → lease's end, ms | claim, renew | until the job ends |
+| ``<queue>:doorbell`` | list of at most one token | enqueue, release | until taken |
+| ``<queue>:workers`` | zset: worker id → heartbeat, ms | worker | entries for a minute |
 | ``<queue>:worker:<id>`` | string: the worker's state, JSON | worker | a few heartbeats |
 | ``arq:job:<id>`` | string: `JobRecord` | enqueue | until the job ends |
 | ``arq:in-progress:<id>`` | string: the lease's token | claim, renew | the lease |

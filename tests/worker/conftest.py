@@ -7,14 +7,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-import torch
 from redis.asyncio import Redis
 
+from tests.tiny import write_tiny_model
 from tidemill_contracts import keys
 from tidemill_contracts.wire import GenerationJob
 from tidemill_contracts.wire.arq_format import encode_job_record
 from tidemill_worker.queue import JobQueue
-from tools.make_checkpoint import published_config, random_tensor, tensor_shapes, write_checkpoint
 
 QUEUE = keys.DEFAULT_QUEUE
 
@@ -53,14 +52,4 @@ def push(redis: Redis) -> Push:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A seeded random model of the smallest shape, without a tokenizer.
-
-    Its weights are larger than a fresh model's, so that its logits are far apart and depend on
-    the whole context: a wrong page or position changes its tokens.
-    """
-    config = published_config("tiny")
-    tensors = {
-        name: random_tensor(name, shape, 0, torch.float32) * (1 if "norm" in name else 12)
-        for name, shape in tensor_shapes(config).items()
-    }
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", config, tensors=tensors)
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

@@ -1,0 +1,80 @@
+"""Workers die in the middle of a batch: every job gets exactly one result, the right one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.e2e.conftest import serving
+from tidemill_contracts import keys
+from tidemill_producer import GenerationJob, Producer, SamplingParams
+
+JOBS = 60
+
+
+def _jobs() -> list[GenerationJob]:
+    rng = random.Random(5)
+    return [
+        GenerationJob(
+            id=f"job-{i}",
+            prompt_token_ids=[rng.randrange(500) for _ in range(rng.randint(1, 60))],
+            sampling=SamplingParams(
+                temperature=float(i % 2), seed=i, max_tokens=rng.randint(20, 60), ignore_eos=True
+            ),
+        )
+        for i in range(JOBS)
+    ]
+
+
+async def _run(redis_url: str, model: Path, *, kills: int) -> dict[str, list[int]]:
+    """The tokens of every job; `kills` workers are killed on the way."""
+    async with Producer(redis_url) as producer:
+        handles = [handle async for handle in producer.enqueue_many(_jobs())]
+        answers = asyncio.gather(*(handle.result(timeout=90) for handle in handles))
+        for n in range(kills):
+            async with serving(redis_url, model, "--max-rows", "8") as worker:
+                done = n * JOBS // (kills + 1) // 2
+                while await _finished(producer.redis) <= done:
+                    await asyncio.sleep(0.01)
+                worker.kill()
+                await worker.wait()
+        async with serving(redis_url, model, "--max-rows", "8"):
+            results = await answers
+    return {result.id: result.token_ids for result in results}
+
+
+async def _finished(redis: Redis) -> int:
+    return JOBS - int(await redis.zcard(keys.DEFAULT_QUEUE))
+
+
+@pytest.mark.slow
+async def test_killed_workers_neither_lose_nor_double_a_job(
+    redis_url: str, redis: Redis, tiny_model: Path
+) -> None:
+    unbroken = await _run(redis_url, tiny_model, kills=0)
+    await redis.flushall()
+    assert await _run(redis_url, tiny_model, kills=3) == unbroken
+    left = {key.decode() async for key in redis.scan_iter()}
+    results = {keys.result_key(job.id or "") for job in _jobs()}
+    assert results <= left
+    # Of the queue only the dead workers' heartbeats are left, which expire by themselves.
+    assert all("worker" in key or "health" in key for key in left - results), left - results
+
+
+@pytest.mark.slow
+async def test_two_workers_share_a_queue(redis_url: str, redis: Redis, tiny_model: Path) -> None:
+    async with (
+        serving(redis_url, tiny_model, "--max-rows", "4", "--worker-id", "a"),
+        serving(redis_url, tiny_model, "--max-rows", "4", "--worker-id", "b"),
+        Producer(redis_url) as producer,
+    ):
+        async with asyncio.timeout(60):
+            while await redis.zcard(keys.workers_key(keys.DEFAULT_QUEUE)) < 2:
+                await asyncio.sleep(0.05)
+        handles = [handle async for handle in producer.enqueue_many(_jobs())]
+        results = await asyncio.gather(*(handle.result(timeout=60) for handle in handles))
+    assert len({result.id for result in results}) == JOBS
