@@ -139,6 +139,15 @@ def load_config(model_dir: str | Path) -> ModelConfig:
     Raises `CheckpointError` where the directory or the file is missing, the file is not a JSON
     object, or a field is at fault.
     """
+    return ModelConfig.from_hf(read_raw_config(model_dir), str(model_dir))
+
+
+def read_raw_config(model_dir: str | Path) -> dict[str, object]:
+    """``config.json`` as it stands.
+
+    Raises `CheckpointError` where the directory or the file is missing or the file is not a JSON
+    object.
+    """
     directory = Path(model_dir)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such model directory.")
@@ -153,7 +162,14 @@ def load_config(model_dir: str | Path) -> ModelConfig:
         raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds {type(raw).__name__}, expected a JSON object.")
-    return ModelConfig.from_hf(raw, str(model_dir))
+    return raw
+
+
+def describe_raw(raw: Mapping[str, object], model_id: str) -> str:
+    """`ModelConfig.describe` of a configuration whose fields have not been read."""
+    listed = raw.get("architectures")
+    architectures = tuple(map(str, listed)) if isinstance(listed, list) else ()
+    return _describe(model_id, architectures, str(raw.get("model_type", "")))
 
 
 def _describe(model_id: str, architectures: tuple[str, ...], model_type: str) -> str:

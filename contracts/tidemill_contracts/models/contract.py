@@ -30,15 +30,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from tidemill_contracts.models.args import TensorArgSpec
 from tidemill_contracts.models.config import ModelConfig
-from tidemill_contracts.models.errors import ContractMismatch
+from tidemill_contracts.models.errors import ContractIdentity, ContractMismatch
 
 CONTRACT_SCHEMA_VERSION = "1"
 
 Phase = Literal["prefill", "decode"]
-Direction = Literal["in", "out", "inout"]
-
-_ARG_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int32": torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,64 +50,6 @@ class ModelId:
 
     def __str__(self) -> str:
         return "/".join(part for part in (self.family, self.variant, self.size, self.quant) if part)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorArgSpec:
-    """One argument of a stage; `shape` mixes fixed sizes and symbols such as ``"T"``."""
-
-    name: str
-    dtype: str
-    """``bf16``, ``fp32``, ``int32``, or ``model`` for the dtype that the worker runs in."""
-    shape: tuple[str | int, ...]
-    direction: Direction = "in"
-
-    def torch_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        return model_dtype if self.dtype == "model" else _ARG_DTYPES[self.dtype]
-
-
-def check_args(
-    stage: str, specs: Sequence[TensorArgSpec], args: Sequence[Tensor], model_dtype: torch.dtype
-) -> dict[str, int]:
-    """The size of every shape symbol, after the arguments have been checked against their specs.
-
-    Raises `ContractMismatch` naming ``stage.argument`` for a wrong count, dtype or rank, a fixed
-    size that differs, or a symbol that stands for two sizes.
-    """
-    if len(args) != len(specs):
-        raise ContractMismatch(
-            stage, "arguments", found=len(args), expected=f"{len(specs)} ({_names(specs)})"
-        )
-    symbols: dict[str, int] = {}
-    for spec, arg in zip(specs, args, strict=True):
-        wanted = spec.torch_dtype(model_dtype)
-        if arg.dtype != wanted:
-            raise ContractMismatch(
-                f"{stage}.{spec.name}", "dtype", found=arg.dtype, expected=wanted
-            )
-        shape = tuple(arg.shape)
-        expected = tuple(
-            size if isinstance(size, int) else symbols.get(size, found)
-            for size, found in zip(spec.shape, shape, strict=False)
-        )
-        if len(shape) != len(spec.shape) or shape != expected:
-            labels = ", ".join(map(str, spec.shape))
-            raise ContractMismatch(
-                f"{stage}.{spec.name}",
-                "shape",
-                found=list(shape),
-                expected=f"[{labels}], so far {symbols}",
-            )
-        symbols.update(
-            (size, found)
-            for size, found in zip(spec.shape, shape, strict=True)
-            if isinstance(size, str)
-        )
-    return symbols
-
-
-def _names(specs: Sequence[TensorArgSpec]) -> str:
-    return ", ".join(spec.name for spec in specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +92,10 @@ class StageInputs:
     chunk_offsets: Tensor | None = None
     """int32 [B], prefill only."""
 
+    def named(self) -> Mapping[str, Tensor | None]:
+        """The tensors by name."""
+        return {field: getattr(self, field) for field in self.__dataclass_fields__}
+
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
@@ -176,7 +120,11 @@ class StaticArgs(Protocol):
     """Prepared weights and tables; only the contract that made them looks inside."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of distinct storage."""
+
+    def named(self) -> Mapping[str, Tensor]:
+        """The tensors by the names of the arguments that they are passed as."""
 
 
 class CompiledStage(Protocol):
@@ -206,6 +154,8 @@ class KernelSpec:
     host_jit_fn: HostJitFn
     compile_args_builder: CompileArgsBuilder
     runtime_args_builder: RuntimeArgsBuilder
+    dynamic_symbols: frozenset[str] = frozenset({"T", "B", "PAGES"})
+    """The shape symbols that differ from call to call: packed tokens, rows, table columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +163,7 @@ class LoadedKernelModules:
     """Kernel functions by name and the constants that they were built with."""
 
     functions: Mapping[str, Callable[..., None]]
+    """By the name of the stage that runs them; their parameters are the stage's arguments."""
     constants: Mapping[str, int]
 
 
@@ -253,6 +204,9 @@ class ModelHooks(Protocol):
 
     def logits_width(self, config: ModelConfig) -> int:
         """The padded vocabulary: the width of the logits that the stages write."""
+
+    def weight_bytes(self, config: ModelConfig, runtime: RuntimeConfig) -> int:
+        """Bytes that the prepared weights will take, told from the configuration alone."""
 
     def prepare_weights(
         self,
@@ -309,6 +263,7 @@ class ModelContract:
                     "args": [
                         [arg.name, arg.dtype, list(arg.shape), arg.direction] for arg in kernel.args
                     ],
+                    "dynamic": sorted(kernel.dynamic_symbols),
                 }
                 for name, kernel in self.kernels.items()
             },
@@ -316,12 +271,21 @@ class ModelContract:
         canonical = json.dumps(abi, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
-    def describe(self) -> str:
-        """For error messages: which contract this is."""
-        return (
-            f"{self.model} contract (schema {self.schema_version},"
-            f" fingerprint {self.abi_fingerprint()[:12]})"
+    @property
+    def identity(self) -> ContractIdentity:
+        """For errors and logs: which contract this is."""
+        return ContractIdentity(
+            family=self.model.family,
+            variant=self.model.variant,
+            schema_version=self.schema_version,
+            fingerprint=self.abi_fingerprint(),
         )
+
+    def mismatch(
+        self, field: str, *, found: object, expected: object, hint: str = ""
+    ) -> ContractMismatch:
+        """The error that says that something does not fit this contract."""
+        return ContractMismatch(self.identity, field, found=found, expected=expected, hint=hint)
 
     def stage(self, phase: Phase) -> KernelSpec:
         """The one stage that runs `phase`."""
@@ -343,6 +307,12 @@ class ContractRegistration:
 
     family: str
     variant: str
-    factory: Callable[[], ModelContract]
-    matcher: Callable[[ModelConfig], bool]
-    implemented: bool = True
+    model_types: frozenset[str]
+    """Values of ``model_type`` that this contract may serve; `matcher` decides."""
+    factory: Callable[[], ModelContract] | None
+    """``None`` for a contract that is planned only."""
+    matcher: Callable[[ModelConfig], bool] = lambda config: True
+
+    @property
+    def implemented(self) -> bool:
+        return self.factory is not None

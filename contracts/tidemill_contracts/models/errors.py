@@ -4,10 +4,13 @@ ModelError
 ├── CheckpointError          files missing, truncated, misshapen or left over
 ├── UnsupportedModel         no contract matches the model's configuration
 │   └── ContractNotImplemented   one does, but it is only planned
-└── ContractMismatch         a contract, its kernels, the model and the worker disagree
+├── ContractMismatch         a contract, its kernels, the model and the worker disagree
+└── BackendError             a backend outside this process died or did not answer in time
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from tidemill_contracts.wire.errors import TidemillError
 
@@ -28,6 +31,26 @@ class ContractNotImplemented(UnsupportedModel):
     """The matching contract is planned, not built."""
 
 
+class BackendError(ModelError):
+    """A backend outside this process died or did not answer in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContractIdentity:
+    """Which contract an error speaks of."""
+
+    family: str
+    variant: str
+    schema_version: str
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.family}/{self.variant} contract (schema {self.schema_version},"
+            f" fingerprint {self.fingerprint[:12]})"
+        )
+
+
 class ContractMismatch(ModelError):
     """A contract cannot serve this worker, model or device.
 
@@ -36,7 +59,7 @@ class ContractMismatch(ModelError):
 
     def __init__(
         self,
-        contract: str,
+        contract: ContractIdentity,
         field: str,
         *,
         found: object,

@@ -1,11 +1,10 @@
-"""The worker's side of the contract: what it needs before anything is loaded or compiled."""
+"""The worker's side of the contract: what it needs, checked before anything is compiled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tidemill_contracts.models.contract import CONTRACT_SCHEMA_VERSION, ModelContract, Phase
-from tidemill_contracts.models.errors import ContractMismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +15,12 @@ class ServingRequirements:
     required_phases: tuple[Phase, ...] = ("prefill", "decode")
     required_capabilities: frozenset[str] = frozenset({"paged_kv", "chunked_prefill"})
     optional_capabilities: frozenset[str] = frozenset()
+    """Used where the contract has them; `found_optional` says which it has."""
 
     def check(self, contract: ModelContract) -> None:
         """Raises `ContractMismatch` for the first thing that the contract lacks."""
-        name = contract.describe()
         if contract.schema_version != self.schema_version:
-            raise ContractMismatch(
-                name,
+            raise contract.mismatch(
                 "schema_version",
                 found=contract.schema_version,
                 expected=self.schema_version,
@@ -31,17 +29,24 @@ class ServingRequirements:
         for phase in self.required_phases:
             stages = contract.execution.get(phase, ())
             if len(stages) != 1 or stages[0] not in contract.kernels:
-                raise ContractMismatch(
-                    name,
+                raise contract.mismatch(
                     f"execution[{phase}]",
                     found=list(stages),
-                    expected="exactly one registered stage",
+                    expected=f"exactly one of the stages {sorted(contract.kernels)}",
+                    hint="The worker runs one stage for each phase.",
                 )
         missing = self.required_capabilities - contract.capabilities
         if missing:
-            raise ContractMismatch(
-                name,
+            raise contract.mismatch(
                 "capabilities",
                 found=sorted(contract.capabilities),
                 expected=f"also {', '.join(sorted(missing))}",
+                hint="`tidemill contracts list` shows what else there is.",
             )
+
+    def found_optional(self, contract: ModelContract) -> frozenset[str]:
+        return self.optional_capabilities & contract.capabilities
+
+
+SERVING_REQUIREMENTS = ServingRequirements()
+"""What Tidemill's own worker asks for."""

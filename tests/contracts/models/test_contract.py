@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from tests.contracts.models.driver import small_config
+from tidemill_contracts.models.args import TensorArgSpec
 from tidemill_contracts.models.config import ModelConfig
 from tidemill_contracts.models.contract import (
     KernelSpec,
@@ -23,23 +27,24 @@ from tidemill_contracts.models.contract import (
     ModelId,
     RuntimeConfig,
     StageInputs,
-    TensorArgSpec,
-    check_args,
 )
 from tidemill_contracts.models.eager import EagerHostFn
 from tidemill_contracts.models.errors import (
+    CheckpointError,
     ContractMismatch,
     ContractNotImplemented,
+    ModelError,
     UnsupportedModel,
 )
 from tidemill_contracts.models.registry import (
     find_contract_for_model_config,
     get_contract,
+    open_model,
     registrations,
 )
 from tidemill_contracts.models.requirements import ServingRequirements
 
-DENSE_FINGERPRINT = "98e46e0180e8b3aca45a8b5b9d7b1a41896ee42a655a3e02707cb97af5db7ce0"
+DENSE_FINGERPRINT = "ed262a842d443aaa9d1a31cbaee9aae748240458b0346f9352d296f40acf12af"
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -112,6 +117,76 @@ class TestRegistry:
             "sys.exit('tidemill_contracts.models.qwen3.kernels' in sys.modules)"
         )
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+    @pytest.mark.parametrize(
+        ("change", "variant"),
+        [({"num_hidden_layers": 43}, "flash"), ({"num_hidden_layers": 61}, "pro")],
+    )
+    def test_deepseek_v4_is_planned(self, change: dict[str, Any], variant: str) -> None:
+        config = model_config(
+            architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", **change
+        )
+        with pytest.raises(ContractNotImplemented, match=f"deepseek-v4/{variant}") as caught:
+            find_contract_for_model_config(config)
+        for word in ("the/model", "DeepseekV4ForCausalLM", "'deepseek_v4'", "planned"):
+            assert word in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("raw", "error"),
+        [
+            ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, UnsupportedModel),
+            (
+                {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]},
+                ContractNotImplemented,
+            ),
+            ({}, UnsupportedModel),
+            ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, CheckpointError),
+        ],
+    )
+    def test_a_foreign_model_is_told_before_its_fields_are_read(
+        self, tmp_path: Path, raw: dict[str, Any], error: type[ModelError]
+    ) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(error) as caught:
+            open_model(tmp_path)
+        assert type(caught.value) is error
+        for word in (str(tmp_path), *raw.get("architectures", [])):
+            assert word in str(caught.value)
+
+    def test_another_distribution_adds_its_contract_by_an_entry_point(self, tmp_path: Path) -> None:
+        (tmp_path / "their_kernels.py").write_text(
+            "from tests.contracts.models.toy import toy_contract\n"
+            "from tidemill_contracts.models.contract import ContractRegistration\n"
+            "def toy(): return toy_contract()\n"
+            "REGISTRATION = ContractRegistration('toy', 'one', frozenset({'toy'}), toy)\n"
+        )
+        info = tmp_path / "their_kernels-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-kernels\nVersion: 1.0\n")
+        entry_points = "[tidemill.contracts]\ntoy = their_kernels:REGISTRATION\n"
+        (info / "entry_points.txt").write_text(entry_points)
+        code = (
+            "from tidemill_contracts.models.registry import *\n"
+            "print(get_contract('toy', 'one').model, source_of(registrations()[0]))"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.stdout.strip() == "toy/one their_kernels", run.stderr
+        (info / "entry_points.txt").write_text(entry_points.replace("REGISTRATION", "toy_contract"))
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "their_kernels:toy_contract" in run.stderr
+        assert "ModelError" in run.stderr
 
     def test_families_and_variants_are_unique(self) -> None:
         names = [(entry.family, entry.variant) for entry in registrations()]
@@ -204,17 +279,8 @@ class TestAbi:
         assert list(parameters) == [arg.name for arg in contract.kernels[name].args]
 
     @pytest.mark.parametrize("name", ["prefill", "decode"])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_compile_arguments_fit_the_specs_and_hold_no_memory(
-        self, contract: ModelContract, name: str, dtype: torch.dtype
-    ) -> None:
-        stage = contract.kernels[name]
-        args = stage.compile_args_builder(model_config(), replace(RUNTIME, dtype=dtype))
-        sizes = check_args(stage.public_name, stage.args, args, dtype)
-        assert sizes["MAX_SEQ"] == 100
-        assert sizes["PAGES"] == 7
-        assert sizes["QKV"] == 8 * 16
-        assert sizes["V"] == contract.hooks.logits_width(model_config())
+    def test_compile_arguments_hold_no_memory(self, contract: ModelContract, name: str) -> None:
+        args = contract.kernels[name].compile_args_builder(model_config(), RUNTIME)
         assert all(arg.is_meta for arg in args)
 
     @pytest.mark.parametrize("name", ["prefill", "decode"])
@@ -225,34 +291,9 @@ class TestAbi:
         assert stage.name == name
         assert stage.public_name == f"qwen3.{name}"
 
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda args: args[:-1], r"arguments: found 22, expected 23 \(input_ids, "),
-            (
-                lambda args: (args[0].float(), *args[1:]),
-                r"prefill\.input_ids: dtype: found torch\.float32, expected torch\.int32",
-            ),
-            (lambda args: (args[0][None], *args[1:]), r"prefill\.input_ids: shape: found \[1, 64"),
-            (
-                lambda args: (args[0], args[1][:3], *args[2:]),
-                r"prefill\.chunk_lens: shape: found \[4\], expected \[B\]",
-            ),
-        ],
-    )
-    def test_arguments_that_do_not_fit_are_named(
-        self, contract: ModelContract, change: Callable[[Any], Any], message: str
-    ) -> None:
-        stage = contract.stage("prefill")
-        contract.hooks.bind(contract.hooks.load_kernels())
-        args = change(stage.compile_args_builder(model_config(), RUNTIME))
-        with pytest.raises(ContractMismatch, match=message):
-            stage.host_jit_fn.compile(*args, config=RUNTIME)
-
     def test_compiling_before_binding_is_refused(self) -> None:
-        unbound = EagerHostFn("qwen3.prefill", ())
-        with pytest.raises(ContractMismatch, match=r"hooks\.bind"):
-            unbound.compile(config=RUNTIME)
+        with pytest.raises(ModelError, match=r"hooks\.bind"):
+            EagerHostFn("qwen3.prefill").compile(config=RUNTIME)
 
     def test_prefill_without_chunks_is_refused(self, contract: ModelContract) -> None:
         nothing = torch.empty(0)
@@ -273,6 +314,9 @@ class TestAbi:
 
 class StrangeWeights:
     nbytes = 0
+
+    def named(self) -> dict[str, torch.Tensor]:
+        return {}
 
 
 class TestValidation:
@@ -352,14 +396,6 @@ class TestValidation:
         with pytest.raises(ContractMismatch) as caught:
             self.validate(contract, runtime=replace(RUNTIME, **changes))
         assert caught.value.field == field
-
-    @pytest.mark.parametrize("functions", [{}, {"prefill": print}])
-    def test_kernels_of_another_version(
-        self, contract: ModelContract, functions: dict[str, Any]
-    ) -> None:
-        loaded = LoadedKernelModules(functions=functions, constants={})
-        with pytest.raises(ContractMismatch, match=r"kernels\[prefill\]\.args"):
-            self.validate(contract, loaded=loaded)
 
 
 def with_stage(contract: ModelContract, stage: KernelSpec) -> ModelContract:

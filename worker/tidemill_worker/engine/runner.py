@@ -1,12 +1,13 @@
 """Runs the contract's stages: loads the model once, then turns each plan into logits.
 
-The only module of the worker that meets the contract's hooks. It deals in logical inputs (token
+The only module of the worker that meets a contract. It deals in logical inputs (token
 ids, lengths, block tables, slots); the contract's own builder turns those into the kernel's
 arguments.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -20,20 +21,15 @@ import torch
 from torch import Tensor
 
 from tidemill_contracts.models.checkpoint import Checkpoint
-from tidemill_contracts.models.config import ModelConfig, load_config
+from tidemill_contracts.models.config import ModelConfig
 from tidemill_contracts.models.contract import (
-    CompiledStage,
-    KernelSpec,
-    KVCache,
     ModelContract,
     Phase,
     RuntimeConfig,
     StageInputs,
-    StaticArgs,
 )
-from tidemill_contracts.models.errors import ContractMismatch
-from tidemill_contracts.models.registry import find_contract_for_model_config
-from tidemill_contracts.models.requirements import ServingRequirements
+from tidemill_contracts.models.registry import open_model
+from tidemill_contracts.models.startup import ServedModel, load_model
 from tidemill_worker.engine.pages import BlockTables
 from tidemill_worker.engine.row import Row
 from tidemill_worker.engine.scheduler import Chunk
@@ -41,7 +37,7 @@ from tidemill_worker.engine.scheduler import Chunk
 logger = logging.getLogger("tidemill.engine")
 
 KV_MEMORY_SHARE = 0.4
-"""Of the memory that is free once the weights are loaded, where `kv_pages` is not given."""
+"""Of the memory that the weights leave free, where `kv_pages` is not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +57,14 @@ class RunnerOptions:
 class ModelRunner:
     """A loaded model: weights, KV cache and compiled stages. Used by one thread."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        contract: ModelContract,
-        runtime: RuntimeConfig,
-        static: StaticArgs,
-        cache: KVCache,
-    ) -> None:
-        self.config = config
-        self.contract = contract
-        self.runtime = runtime
-        self._static = static
-        self._cache = cache
-        width = contract.hooks.logits_width(config)
-        self._logits = torch.zeros((runtime.max_batch_size, width), device=runtime.device)
-        self._stages: dict[Phase, tuple[KernelSpec, CompiledStage]] = {}
-        for phase in ("prefill", "decode"):
-            stage = contract.stage(phase)
-            args = stage.compile_args_builder(config, runtime)
-            self._stages[phase] = (stage, stage.host_jit_fn.compile(*args, config=runtime))
-            logger.debug("compiled %s", stage.public_name)
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+        self.config = model.config
+        self.contract = model.contract
+        self.runtime = model.runtime
+        width = model.contract.hooks.logits_width(model.config)
+        rows = model.runtime.max_batch_size
+        self._logits = torch.zeros((rows, width), device=model.runtime.device)
 
     @classmethod
     def load(cls, model_dir: Path, options: RunnerOptions) -> ModelRunner:
@@ -91,37 +74,29 @@ class ModelRunner:
         anything is loaded where that can be told.
         """
         started = time.perf_counter()
-        config = load_config(model_dir)
-        contract = find_contract_for_model_config(config)
-        ServingRequirements().check(contract)
-        runtime = _runtime(config, contract, options, total_kv_pages=options.kv_pages or 1)
-        loaded = contract.hooks.load_kernels()
-        contract.hooks.validate_kernels(loaded, config, runtime)
-        contract.hooks.bind(loaded)
-        static = contract.hooks.prepare_weights(
-            Checkpoint(model_dir), config, runtime, lambda tensor: tensor.to(runtime.device)
+        config, contract = open_model(model_dir)
+        runtime = plan_runtime(config, contract, options)
+        model = load_model(
+            contract,
+            config,
+            runtime,
+            lambda: Checkpoint(model_dir),
+            exporter=lambda tensor: tensor.to(runtime.device),
         )
-        if options.kv_pages is None:
-            pages = _pages_that_fit(config, contract, runtime)
-            runtime = _runtime(config, contract, options, total_kv_pages=pages)
         spec = contract.hooks.cache_spec(config, runtime)
-        cache = spec.allocate(runtime.total_kv_pages)
-        runner = cls(config, contract, runtime, static, cache)
         logger.info(
-            "loaded %s in %.1fs: contract %s %s, %s on %s, weights %.2f GiB,"
+            "loaded %s in %.1fs: %s on %s, weights %.2f GiB,"
             " KV cache %d pages of %d tokens (%.2f GiB)",
             model_dir,
             time.perf_counter() - started,
-            contract.model,
-            contract.abi_fingerprint()[:12],
             str(runtime.dtype).removeprefix("torch."),
             runtime.device,
-            static.nbytes / 2**30,
+            model.static.nbytes / 2**30,
             runtime.total_kv_pages,
             runtime.page_size,
             runtime.total_kv_pages * spec.bytes_per_page / 2**30,
         )
-        return runner
+        return cls(model)
 
     def warm_up(self) -> None:
         """Runs both stages once without writing to the cache, so that the first job does not
@@ -222,52 +197,57 @@ class ModelRunner:
             chunk_lens=None if chunk_lens is None else tensor(chunk_lens),
             chunk_offsets=None if chunk_offsets is None else tensor(chunk_offsets),
         )
-        stage, compiled = self._stages[phase]
-        compiled(*stage.runtime_args_builder(inputs, self._static, self._cache))
+        self.model.stages[phase](inputs)
         return logits[:, : self.config.vocab_size]
 
 
-def _runtime(
-    config: ModelConfig, contract: ModelContract, options: RunnerOptions, *, total_kv_pages: int
+def plan_runtime(
+    config: ModelConfig, contract: ModelContract, options: RunnerOptions
 ) -> RuntimeConfig:
-    name = f"{contract.model}"
-    max_model_len = options.max_model_len or config.max_position_embeddings
+    """What the options come to for this model. Raises `ContractMismatch`."""
+    max_model_len = options.max_model_len
+    if max_model_len is None:
+        longest = contract.limits.get("max_seq", config.max_position_embeddings)
+        max_model_len = min(longest, config.max_position_embeddings)
     if max_model_len > config.max_position_embeddings:
-        raise ContractMismatch(
-            name,
+        raise contract.mismatch(
             "max_model_len",
             found=f"{max_model_len:,}",
             expected=f"at most {config.max_position_embeddings:,}, the model's own context",
         )
-    dtype = getattr(torch, options.dtype or config.torch_dtype)
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise ContractMismatch(
-            name,
+    dtype = options.dtype or config.torch_dtype
+    if dtype not in ("bfloat16", "float32"):
+        raise contract.mismatch(
             "dtype",
-            found=options.dtype or config.torch_dtype,
+            found=dtype,
             expected="bfloat16 or float32",
-            hint="fp16 overflows in Qwen3; choose one with --dtype.",
+            hint="float16 overflows in Qwen3; choose one with --dtype.",
         )
-    return RuntimeConfig(
+    runtime = RuntimeConfig(
         device=torch.device(options.device),
-        dtype=dtype,
+        dtype=getattr(torch, dtype),
         max_batch_size=options.max_rows,
         max_seq_len=max_model_len,
         max_step_tokens=max(options.max_step_tokens, options.max_rows),
         page_size=options.page_size,
-        total_kv_pages=total_kv_pages,
+        total_kv_pages=options.kv_pages or 1,
     )
+    if options.kv_pages is None:
+        pages = _pages_that_fit(config, contract, runtime)
+        runtime = dataclasses.replace(runtime, total_kv_pages=pages)
+    return runtime
 
 
 def _pages_that_fit(config: ModelConfig, contract: ModelContract, runtime: RuntimeConfig) -> int:
-    """As many pages as all rows could ever use, within a share of the free memory."""
+    """As many pages as all rows could ever use, within a share of the memory that the weights
+    leave free."""
     spec = contract.hooks.cache_spec(config, runtime)
     useful = runtime.max_batch_size * -(-runtime.max_seq_len // spec.page_size)
-    affordable = int(_free_memory(runtime.device) * KV_MEMORY_SHARE) // spec.bytes_per_page
-    return max(1, min(useful, affordable))
+    left = free_memory(runtime.device) - contract.hooks.weight_bytes(config, runtime)
+    return max(1, min(useful, int(left * KV_MEMORY_SHARE) // spec.bytes_per_page))
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Bytes that may still be allocated on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

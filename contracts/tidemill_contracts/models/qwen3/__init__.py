@@ -26,11 +26,7 @@ def _dense() -> ModelContract:
     return dense_contract()
 
 
-def _moe() -> ModelContract:
-    raise NotImplementedError("qwen3/moe is planned")
-
-
 REGISTRATIONS = (
-    ContractRegistration("qwen3", "dense", factory=_dense, matcher=_is_dense),
-    ContractRegistration("qwen3", "moe", factory=_moe, matcher=_is_moe, implemented=False),
+    ContractRegistration("qwen3", "dense", frozenset({"qwen3"}), _dense, _is_dense),
+    ContractRegistration("qwen3", "moe", frozenset({"qwen3_moe"}), None, _is_moe),
 )

@@ -6,13 +6,13 @@ layout of the weights in `weights`.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from tidemill_contracts.models.args import TensorArgSpec
 from tidemill_contracts.models.config import ModelConfig
 from tidemill_contracts.models.contract import (
     CacheSpec,
@@ -24,7 +24,6 @@ from tidemill_contracts.models.contract import (
     RuntimeConfig,
     StageInputs,
     StaticArgs,
-    TensorArgSpec,
     TensorExporter,
     WeightSource,
 )
@@ -87,8 +86,8 @@ MAX_SLOTS = 2**31
 @cache
 def dense_contract() -> ModelContract:
     """The contract of dense Qwen3 models."""
-    prefill = EagerHostFn("qwen3.prefill", PREFILL_ARGS)
-    decode = EagerHostFn("qwen3.decode", DECODE_ARGS)
+    prefill = EagerHostFn("qwen3.prefill")
+    decode = EagerHostFn("qwen3.decode")
     return ModelContract(
         model=ModelId("qwen3", "dense"),
         capabilities=frozenset({"paged_kv", "chunked_prefill"}),
@@ -136,7 +135,6 @@ class DenseHooks:
     def validate_kernels(
         self, loaded: LoadedKernelModules, config: ModelConfig, runtime: RuntimeConfig
     ) -> None:
-        _validate_abi(loaded)
         _validate_model(config)
         _validate_runtime(config, runtime)
 
@@ -158,6 +156,18 @@ class DenseHooks:
     def logits_width(self, config: ModelConfig) -> int:
         return config.vocab_size
 
+    def weight_bytes(self, config: ModelConfig, runtime: RuntimeConfig) -> int:
+        sizes = _sizes(config, runtime)
+        embedding = sizes["V"] * sizes["H"]
+        layer = sizes["H"] * (sizes["QKV"] + sizes["QD"] + sizes["GU"] + sizes["I"] + 2)
+        elements = (
+            embedding * (1 if config.tie_word_embeddings else 2)
+            + sizes["L"] * (layer + 2 * sizes["D"])
+            + sizes["H"]
+        )
+        tables = 2 * sizes["MAX_SEQ"] * sizes["D"] + 1
+        return elements * runtime.dtype.itemsize + tables * torch.float32.itemsize
+
     def prepare_weights(
         self,
         source: WeightSource,
@@ -166,21 +176,6 @@ class DenseHooks:
         exporter: TensorExporter,
     ) -> StaticArgs:
         return prepare(source, config, runtime, exporter)
-
-
-def _validate_abi(loaded: LoadedKernelModules) -> None:
-    """The kernels' parameters are the stages' arguments, in their order."""
-    for name, spec in dense_contract().kernels.items():
-        expected = tuple(arg.name for arg in spec.args)
-        function = loaded.functions.get(name)
-        found = tuple(inspect.signature(function).parameters) if function else None
-        if found != expected:
-            raise _mismatch(
-                f"kernels[{name}].args",
-                found=found,
-                expected=expected,
-                hint="The kernels and this contract come from different versions.",
-            )
 
 
 def _validate_model(config: ModelConfig) -> None:
@@ -244,9 +239,7 @@ def _validate_runtime(config: ModelConfig, runtime: RuntimeConfig) -> None:
 
 
 def _mismatch(field: str, *, found: object, expected: object, hint: str = "") -> ContractMismatch:
-    return ContractMismatch(
-        dense_contract().describe(), field, found=found, expected=expected, hint=hint
-    )
+    return dense_contract().mismatch(field, found=found, expected=expected, hint=hint)
 
 
 def _cache_shape(config: ModelConfig, runtime: RuntimeConfig, pages: int) -> tuple[int, ...]:
@@ -259,17 +252,14 @@ def _cache_shape(config: ModelConfig, runtime: RuntimeConfig, pages: int) -> tup
     )
 
 
-def _compile_args(
-    specs: tuple[TensorArgSpec, ...], config: ModelConfig, runtime: RuntimeConfig, tokens: int
-) -> tuple[Tensor, ...]:
-    """Tensors of the largest step's shapes on the meta device: they hold no memory."""
+def _sizes(config: ModelConfig, runtime: RuntimeConfig) -> dict[str, int]:
+    """What the shape symbols stand for, T apart."""
     heads, kv_heads, head = (
         config.num_attention_heads,
         config.num_key_value_heads,
         config.head_dim,
     )
-    sizes = {
-        "T": tokens,
+    return {
         "B": runtime.max_batch_size,
         "PAGES": -(-runtime.max_seq_len // runtime.page_size),
         "P": runtime.total_kv_pages,
@@ -285,6 +275,13 @@ def _compile_args(
         "GU": 2 * config.intermediate_size,
         "V": config.vocab_size,
     }
+
+
+def _compile_args(
+    specs: tuple[TensorArgSpec, ...], config: ModelConfig, runtime: RuntimeConfig, tokens: int
+) -> tuple[Tensor, ...]:
+    """Tensors of the largest step's shapes on the meta device: they hold no memory."""
+    sizes = {**_sizes(config, runtime), "T": tokens}
     return tuple(
         torch.empty(
             tuple(size if isinstance(size, int) else sizes[size] for size in spec.shape),

@@ -55,10 +55,13 @@ class PreparedWeights:
     rms_norm_eps: Tensor
     """float32 [1]."""
 
+    def named(self) -> dict[str, Tensor]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
     @property
     def nbytes(self) -> int:
         """Bytes of distinct storage."""
-        tensors = [getattr(self, item.name) for item in fields(self)]
+        tensors = self.named().values()
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
