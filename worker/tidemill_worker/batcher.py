@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from tidemill_contracts.models.hub import resolve_model_dir
+from tidemill_contracts.models.runtime import RuntimeOptions
 from tidemill_contracts.wire import (
     ErrorCode,
     GenerationJob,
@@ -27,7 +28,7 @@ from tidemill_contracts.wire import (
 from tidemill_worker.engine.engine import Engine, EngineStats
 from tidemill_worker.engine.pages import PagePool
 from tidemill_worker.engine.row import Row, RowSampling
-from tidemill_worker.engine.runner import ModelRunner, RunnerOptions
+from tidemill_worker.engine.runner import ModelRunner
 from tidemill_worker.engine.scheduler import Scheduler
 from tidemill_worker.settings import WorkerConfig
 from tidemill_worker.text import TextModel
@@ -226,7 +227,7 @@ def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel]:
         model_dir = resolve_model_dir(config.model)
     runner = ModelRunner.load(
         model_dir,
-        RunnerOptions(
+        RuntimeOptions(
             device=config.device,
             dtype=config.dtype,
             max_model_len=config.max_model_len,

@@ -66,7 +66,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(ge=0, le=60_000, description="How long an idle engine waits for a batch to gather."),
     ] = 5.0
-    page_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV page.")] = 16
+    page_size: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        Meta(description="Tokens per KV page; the contract's, or 16, by default."),
+    ] = None
     kv_pages: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Pages of KV cache; from the free memory by default."),

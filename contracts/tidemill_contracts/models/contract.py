@@ -245,15 +245,16 @@ class ModelContract:
         fingerprint: str = self._fingerprint  # type: ignore[attr-defined]
         return fingerprint
 
-    def _compute_fingerprint(self) -> str:
-        abi = {
+    def abi(self) -> dict[str, object]:
+        """The public ABI as plain values: everything that the fingerprint covers."""
+        return {
             "schema_version": self.schema_version,
-            "model": [
-                self.model.family,
-                self.model.variant,
-                self.model.size,
-                self.model.quant,
-            ],
+            "model": {
+                "family": self.model.family,
+                "variant": self.model.variant,
+                "size": self.model.size,
+                "quant": self.model.quant,
+            },
             "capabilities": sorted(self.capabilities),
             "limits": dict(self.limits),
             "execution": {phase: list(stages) for phase, stages in self.execution.items()},
@@ -261,14 +262,22 @@ class ModelContract:
                 name: {
                     "public_name": kernel.public_name,
                     "args": [
-                        [arg.name, arg.dtype, list(arg.shape), arg.direction] for arg in kernel.args
+                        {
+                            "name": arg.name,
+                            "dtype": arg.dtype,
+                            "shape": list(arg.shape),
+                            "direction": arg.direction,
+                        }
+                        for arg in kernel.args
                     ],
-                    "dynamic": sorted(kernel.dynamic_symbols),
+                    "dynamic_symbols": sorted(kernel.dynamic_symbols),
                 }
                 for name, kernel in self.kernels.items()
             },
         }
-        canonical = json.dumps(abi, sort_keys=True, separators=(",", ":"))
+
+    def _compute_fingerprint(self) -> str:
+        canonical = json.dumps(self.abi(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @property

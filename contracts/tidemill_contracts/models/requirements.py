@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tidemill_contracts.models.contract import CONTRACT_SCHEMA_VERSION, ModelContract, Phase
+from tidemill_contracts.models.errors import ContractMismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +19,10 @@ class ServingRequirements:
     optional_capabilities: frozenset[str] = frozenset()
     """Used where the contract has them; `found_optional` says which it has."""
 
-    def check(self, contract: ModelContract) -> None:
-        """Raises `ContractMismatch` for the first thing that the contract lacks."""
+    def problems(self, contract: ModelContract) -> Iterator[ContractMismatch]:
+        """What the contract lacks."""
         if contract.schema_version != self.schema_version:
-            raise contract.mismatch(
+            yield contract.mismatch(
                 "schema_version",
                 found=contract.schema_version,
                 expected=self.schema_version,
@@ -29,7 +31,7 @@ class ServingRequirements:
         for phase in self.required_phases:
             stages = contract.execution.get(phase, ())
             if len(stages) != 1 or stages[0] not in contract.kernels:
-                raise contract.mismatch(
+                yield contract.mismatch(
                     f"execution[{phase}]",
                     found=list(stages),
                     expected=f"exactly one of the stages {sorted(contract.kernels)}",
@@ -37,12 +39,17 @@ class ServingRequirements:
                 )
         missing = self.required_capabilities - contract.capabilities
         if missing:
-            raise contract.mismatch(
+            yield contract.mismatch(
                 "capabilities",
                 found=sorted(contract.capabilities),
                 expected=f"also {', '.join(sorted(missing))}",
                 hint="`tidemill contracts list` shows what else there is.",
             )
+
+    def check(self, contract: ModelContract) -> None:
+        """Raises the first of the `problems`."""
+        for problem in self.problems(contract):
+            raise problem
 
     def found_optional(self, contract: ModelContract) -> frozenset[str]:
         return self.optional_capabilities & contract.capabilities

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,20 +31,10 @@ from tidemill_contracts.models.contract import (
     TensorExporter,
     WeightSource,
 )
+from tidemill_contracts.models.errors import ContractMismatch
 from tidemill_contracts.models.requirements import SERVING_REQUIREMENTS, ServingRequirements
 
 logger = logging.getLogger("tidemill.contract")
-
-_EQUAL_LIMITS = (
-    "num_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_experts",
-)
-"""Limits that are sizes of the one model that the kernels were built for."""
 
 
 class BoundStage:
@@ -147,14 +138,10 @@ def check(
 ) -> LoadedKernelModules:
     """Everything that can be told before anything is compiled; returns the loaded kernels.
 
-    Raises `ContractMismatch`.
+    Raises the first of the `problems`.
     """
-    requirements.check(contract)
-    check_stages(contract)
-    check_limits(contract, config, runtime)
-    loaded = contract.hooks.load_kernels()
-    check_kernels(contract, loaded)
-    contract.hooks.validate_kernels(loaded, config, runtime)
+    for problem in problems(contract, config, runtime, requirements):
+        raise problem
     found = sorted(requirements.found_optional(contract))
     logger.info(
         "contract %s %s%s",
@@ -162,59 +149,74 @@ def check(
         contract.abi_fingerprint(),
         f", optional {', '.join(found)}" if found else "",
     )
-    return loaded
+    return contract.hooks.load_kernels()
 
 
-def check_stages(contract: ModelContract) -> None:
-    """Raises `ContractMismatch` where a stage's description contradicts itself."""
+def problems(
+    contract: ModelContract,
+    config: ModelConfig,
+    runtime: RuntimeConfig,
+    requirements: ServingRequirements = SERVING_REQUIREMENTS,
+) -> Iterator[ContractMismatch]:
+    """Everything that does not fit, as far as it can be told without compiling or loading."""
+    yield from requirements.problems(contract)
+    yield from _stage_problems(contract)
+    yield from _limit_problems(contract, config, runtime)
+    loaded = contract.hooks.load_kernels()
+    yield from _kernel_problems(contract, loaded)
+    try:
+        contract.hooks.validate_kernels(loaded, config, runtime)
+    except ContractMismatch as problem:
+        yield problem
+
+
+def _stage_problems(contract: ModelContract) -> Iterator[ContractMismatch]:
+    """Where a stage's description contradicts itself."""
     public_names: dict[str, str] = {}
     for key, kernel in contract.kernels.items():
         where = f"kernels[{key}]"
         if kernel.name != key:
-            raise contract.mismatch(f"{where}.name", found=kernel.name, expected=key)
+            yield contract.mismatch(f"{where}.name", found=kernel.name, expected=key)
         other = public_names.setdefault(kernel.public_name, key)
         if other != key:
-            raise contract.mismatch(
+            yield contract.mismatch(
                 f"{where}.public_name",
                 found=f"{kernel.public_name!r}, as in kernels[{other}]",
                 expected="a name of its own",
                 hint="Compiled artefacts are filed under it.",
             )
         names = [arg.name for arg in kernel.args]
-        for name in names:
+        for name in dict.fromkeys(names):
             if names.count(name) > 1:
-                raise contract.mismatch(
+                yield contract.mismatch(
                     f"{where}.args", found=f"{name!r} twice", expected="each name once"
                 )
         for arg in kernel.args:
             if arg.dtype not in DTYPES and arg.dtype != MODEL_DTYPE:
-                raise contract.mismatch(
+                yield contract.mismatch(
                     f"{kernel.public_name}.{arg.name} dtype",
                     found=arg.dtype,
                     expected=f"one of {', '.join([*DTYPES, MODEL_DTYPE])}",
                 )
             if arg.direction not in ("in", "out", "inout"):
-                raise contract.mismatch(
+                yield contract.mismatch(
                     f"{kernel.public_name}.{arg.name} direction",
                     found=arg.direction,
                     expected="in, out or inout",
                 )
         if all(arg.direction == "in" for arg in kernel.args):
-            raise contract.mismatch(
+            yield contract.mismatch(
                 f"{where}.args", found="no output", expected="an argument that is out or inout"
             )
 
 
-def check_limits(contract: ModelContract, config: ModelConfig, runtime: RuntimeConfig) -> None:
-    """Raises `ContractMismatch` where the model or the run lies outside the contract's limits.
+def _limit_problems(
+    contract: ModelContract, config: ModelConfig, runtime: RuntimeConfig
+) -> Iterator[ContractMismatch]:
+    """Where the model or the run lies outside the contract's limits.
 
     Limits that are not known here are the contract's own business (`validate_kernels`).
     """
-    limits = contract.limits
-
-    def refuse(limit: str, found: object, expected: object, hint: str) -> None:
-        raise contract.mismatch(f"limits[{limit}]", found=found, expected=expected, hint=hint)
-
     sizes = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -223,58 +225,65 @@ def check_limits(contract: ModelContract, config: ModelConfig, runtime: RuntimeC
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "num_experts": config.num_experts,
+        "real_vocab": config.vocab_size,
+        "vocab": contract.hooks.logits_width(config),
     }
-    for name in _EQUAL_LIMITS:
-        if name in limits and sizes[name] != limits[name]:
-            refuse(name, sizes[name], limits[name], "The kernels were built for another model.")
-    if "real_vocab" in limits and config.vocab_size != limits["real_vocab"]:
-        hint = "The kernels were built for another vocabulary."
-        refuse("real_vocab", config.vocab_size, limits["real_vocab"], hint)
-    if "vocab" in limits and contract.hooks.logits_width(config) != limits["vocab"]:
-        hint = "Logits and head must have the padded vocabulary's width."
-        refuse("vocab", contract.hooks.logits_width(config), limits["vocab"], hint)
-    if "max_seq" in limits and runtime.max_seq_len > limits["max_seq"]:
-        hint = f"Start the worker with --max-model-len {limits['max_seq']} or less."
-        refuse("max_seq", runtime.max_seq_len, f"at most {limits['max_seq']}", hint)
-    if "page_size" in limits and runtime.page_size != limits["page_size"]:
-        hint = f"Start the worker with --page-size {limits['page_size']}."
-        refuse("page_size", runtime.page_size, limits["page_size"], hint)
-    if "min_kv_pages" in limits and runtime.total_kv_pages < limits["min_kv_pages"]:
-        hint = f"Start the worker with --kv-pages {limits['min_kv_pages']} or more."
-        refuse("min_kv_pages", runtime.total_kv_pages, f"at least {limits['min_kv_pages']}", hint)
-    if "max_rows" in limits and runtime.max_batch_size > limits["max_rows"]:
-        hint = f"Start the worker with --max-rows {limits['max_rows']} or less."
-        refuse("max_rows", runtime.max_batch_size, f"at most {limits['max_rows']}", hint)
+    for name, found in sizes.items():
+        if name in contract.limits and found != contract.limits[name]:
+            yield contract.mismatch(
+                f"limits[{name}]",
+                found=found,
+                expected=contract.limits[name],
+                hint="The kernels were built for another model.",
+            )
+    for name, flag, found, fits, expected in (
+        ("max_seq", "max-model-len", runtime.max_seq_len, operator.le, "at most"),
+        ("max_rows", "max-rows", runtime.max_batch_size, operator.le, "at most"),
+        ("min_kv_pages", "kv-pages", runtime.total_kv_pages, operator.ge, "at least"),
+        ("page_size", "page-size", runtime.page_size, operator.eq, "exactly"),
+    ):
+        limit = contract.limits.get(name)
+        if limit is not None and not fits(found, limit):
+            yield contract.mismatch(
+                f"limits[{name}]",
+                found=found,
+                expected=f"{expected} {limit}",
+                hint=f"Start the worker with --{flag} {limit}.",
+            )
 
 
-def check_kernels(contract: ModelContract, loaded: LoadedKernelModules) -> None:
-    """Raises `ContractMismatch` where a kernel's parameters are not its stage's arguments."""
+def _kernel_problems(
+    contract: ModelContract, loaded: LoadedKernelModules
+) -> Iterator[ContractMismatch]:
+    """Where a kernel's parameters are not its stage's arguments."""
     for key, kernel in contract.kernels.items():
         function = loaded.functions.get(key)
         if function is None:
-            raise contract.mismatch(
+            yield contract.mismatch(
                 f"kernels[{key}]",
                 found=f"functions {sorted(loaded.functions)}",
                 expected=f"a function {key!r}",
                 hint="The kernels and this contract come from different versions.",
             )
+            continue
         parameters = list(inspect.signature(function).parameters)
         declared = [arg.name for arg in kernel.args]
         if len(parameters) != len(declared):
-            raise contract.mismatch(
+            yield contract.mismatch(
                 f"{kernel.public_name} arity",
                 found=f"a kernel of {len(parameters)} parameters",
                 expected=f"{len(declared)} declared arguments",
                 hint=_difference(parameters, declared),
             )
-        for position, (parameter, name) in enumerate(zip(parameters, declared, strict=True)):
-            if parameter != name:
-                raise contract.mismatch(
-                    f"{kernel.public_name} argument {position}",
-                    found=f"the kernel's {parameter!r}",
-                    expected=f"the declared {name!r}",
-                    hint=_difference(parameters, declared),
-                )
+        elif parameters != declared:
+            pairs = enumerate(zip(parameters, declared, strict=True))
+            position, (parameter, name) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+            yield contract.mismatch(
+                f"{kernel.public_name} argument {position}",
+                found=f"the kernel's {parameter!r}",
+                expected=f"the declared {name!r}",
+                hint=_difference(parameters, declared),
+            )
 
 
 def _difference(parameters: list[str], declared: list[str]) -> str:

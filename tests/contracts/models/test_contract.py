@@ -44,7 +44,7 @@ from tidemill_contracts.models.registry import (
 )
 from tidemill_contracts.models.requirements import ServingRequirements
 
-DENSE_FINGERPRINT = "ed262a842d443aaa9d1a31cbaee9aae748240458b0346f9352d296f40acf12af"
+DENSE_FINGERPRINT = "bc0b116a96c6626657679b67b45181c8075ffc0955367021fcab79f1da354f75"
 
 
 def model_config(**changes: Any) -> ModelConfig:

@@ -160,7 +160,7 @@ DEFECTS: dict[str, tuple[Defect, str, tuple[str, ...]]] = {
     "wrong page size": (
         lambda c: replace(c, limits={**c.limits, "page_size": 128}),
         "limits[page_size]",
-        ("found 8", "expected 128", "--page-size 128"),
+        ("found 8", "exactly 128", "--page-size 128"),
     ),
     "too few pages": (
         lambda c: replace(c, limits={**c.limits, "min_kv_pages": 16}),

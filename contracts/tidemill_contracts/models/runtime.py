@@ -1,0 +1,107 @@
+"""How a model will run here: what the worker's options come to for one model and one machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tidemill_contracts.models.config import ModelConfig
+from tidemill_contracts.models.contract import ModelContract, RuntimeConfig
+
+DEFAULT_PAGE_SIZE = 16
+KV_MEMORY_SHARE = 0.4
+"""Of the memory that the weights leave free, where `kv_pages` is not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeOptions:
+    """The part of a worker's settings that decides how a model runs; ``None`` leaves a choice to
+    the model, the contract and the machine."""
+
+    device: str = "cpu"
+    dtype: str | None = None
+    """``bfloat16`` or ``float32``; ``None`` takes the checkpoint's."""
+    max_model_len: int | None = None
+    page_size: int | None = None
+    kv_pages: int | None = None
+    max_rows: int = 32
+    max_step_tokens: int = 2048
+
+
+def plan_runtime(
+    config: ModelConfig, contract: ModelContract, options: RuntimeOptions
+) -> RuntimeConfig:
+    """What the options come to for this model. Raises `ContractMismatch`."""
+    max_model_len = options.max_model_len
+    if max_model_len is None:
+        longest = contract.limits.get("max_seq", config.max_position_embeddings)
+        max_model_len = min(longest, config.max_position_embeddings)
+    if max_model_len > config.max_position_embeddings:
+        raise contract.mismatch(
+            "max_model_len",
+            found=f"{max_model_len:,}",
+            expected=f"at most {config.max_position_embeddings:,}, the model's own context",
+        )
+    dtype = options.dtype or config.torch_dtype
+    if dtype not in ("bfloat16", "float32"):
+        raise contract.mismatch(
+            "dtype",
+            found=dtype,
+            expected="bfloat16 or float32",
+            hint="float16 overflows in Qwen3; choose one with --dtype.",
+        )
+    page_size = options.page_size or contract.limits.get("page_size", DEFAULT_PAGE_SIZE)
+    runtime = RuntimeConfig(
+        device=torch.device(options.device),
+        dtype=getattr(torch, dtype),
+        max_batch_size=options.max_rows,
+        max_seq_len=max_model_len,
+        max_step_tokens=max(options.max_step_tokens, options.max_rows),
+        page_size=page_size,
+        total_kv_pages=options.kv_pages or 1,
+    )
+    if options.kv_pages is None:
+        pages = _pages_that_fit(config, contract, runtime)
+        runtime = dataclasses.replace(runtime, total_kv_pages=pages)
+    return runtime
+
+
+def _pages_that_fit(config: ModelConfig, contract: ModelContract, runtime: RuntimeConfig) -> int:
+    """As many pages as all rows could ever use, within a share of the memory that the weights
+    leave free."""
+    spec = contract.hooks.cache_spec(config, runtime)
+    useful = runtime.max_batch_size * -(-runtime.max_seq_len // spec.page_size)
+    left = free_memory(runtime.device) - contract.hooks.weight_bytes(config, runtime)
+    return max(1, min(useful, int(left * KV_MEMORY_SHARE) // spec.bytes_per_page))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may still be allocated on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    readers: list[Callable[[], int]] = [_meminfo_available, _cgroup_available]
+    for read in readers:
+        try:
+            available = read() if read is _meminfo_available else min(available, read())
+        except (OSError, ValueError):
+            continue  # not Linux, or no limit in force
+    return available
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("no MemAvailable")
+
+
+def _cgroup_available() -> int:
+    root = Path("/sys/fs/cgroup")
+    limit = int((root / "memory.max").read_text())
+    return limit - int((root / "memory.current").read_text())
