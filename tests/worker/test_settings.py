@@ -6,13 +6,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tidemill_contracts.urls import mask_url
 from tidemill_worker.settings import (
     SettingsError,
     WorkerConfig,
     config_from_env,
     config_options,
     make_config,
-    mask_url,
 )
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import cast
 
 from redis.asyncio import Redis
-from redis.commands.core import AsyncScript
 
 from tidemill_contracts import keys
+from tidemill_contracts.scripts import load_script
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +71,10 @@ class JobQueue:
         self.result_ttl_ms = result_ttl_ms
         self._leases = keys.leases_key(queue)
         self._doorbell = keys.doorbell_key(queue)
-        self._claim = _script(redis, "claim")
-        self._renew = _script(redis, "renew")
-        self._finish = _script(redis, "finish")
-        self._release = _script(redis, "release")
+        self._claim = redis.register_script(load_script("claim"))
+        self._renew = redis.register_script(load_script("renew"))
+        self._finish = redis.register_script(load_script("finish"))
+        self._release = redis.register_script(load_script("release"))
 
     async def claim(self, limit: int) -> tuple[list[Claim], int | None]:
         """Takes up to `limit` due jobs, those of dead workers first.
@@ -155,11 +154,6 @@ class JobQueue:
     async def depth(self) -> int:
         """Jobs in the queue, those that run included."""
         return int(await self.redis.zcard(self.name))
-
-
-def _script(redis: Redis, name: str) -> AsyncScript:
-    source = files("tidemill_worker").joinpath("scripts", f"{name}.lua").read_text()
-    return redis.register_script(source)
 
 
 def _raw(job_id: str) -> bytes:

@@ -9,13 +9,13 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, TypeVar, get_args, get_origin
-from urllib.parse import urlsplit, urlunsplit
 
 import click
 import msgspec
 from msgspec import Meta
 
 from tidemill_contracts import keys
+from tidemill_contracts.urls import mask_url
 from tidemill_contracts.wire import TidemillError
 
 ENV_PREFIX = "TIDEMILL_"
@@ -110,15 +110,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         values: dict[str, object] = msgspec.structs.asdict(self)
         values["redis_url"] = mask_url(self.redis_url)
         return values
-
-
-def mask_url(url: str) -> str:
-    """The URL without its password."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    netloc = parts.netloc.replace(f":{parts.password}@", ":***@")
-    return urlunsplit(parts._replace(netloc=netloc))
 
 
 def make_config(values: Mapping[str, object]) -> WorkerConfig:

@@ -22,6 +22,7 @@ from arq.worker import Function, Retry, Worker, func
 from redis.exceptions import RedisError
 
 from tidemill_contracts import keys
+from tidemill_contracts.urls import mask_url
 from tidemill_contracts.wire import (
     ErrorCode,
     GenerationResult,
@@ -45,7 +46,7 @@ from tidemill_worker.batcher import Batcher
 from tidemill_worker.functions import Context, generate, shutdown, startup
 from tidemill_worker.queue import Claim, Finished, JobQueue, Release
 from tidemill_worker.results import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, ResultWriter
-from tidemill_worker.settings import WorkerConfig, mask_url
+from tidemill_worker.settings import WorkerConfig
 
 logger = logging.getLogger("tidemill.worker")
 

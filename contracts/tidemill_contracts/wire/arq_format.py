@@ -31,7 +31,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     job_try: int | None = msgspec.field(name="t", default=None)
     enqueue_time_ms: int = msgspec.field(name="et")
     reply_to: str | None = msgspec.field(name="reply_to", default=None)
-    """The stream that hears of the result. Ours alone: arq ignores it."""
+    """The stream that hears of the result. Ours alone: arq ignores it. It ends the record, by
+    which the scripts tell a job's own producer from another one."""
 
 
 class ResultRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,3 @@
+"""The producer's subcommands of `tidemill`."""
+
+from __future__ import annotations
