@@ -36,7 +36,7 @@ from tidemill_contracts.wire.arq_format import (
     serializer,
 )
 from tidemill_producer.embedded import EmbeddedRedis
-from tidemill_worker.queue import JobQueue
+from tidemill_worker.queue import Finished, JobQueue
 from tidemill_worker.settings import make_config
 from tidemill_worker.worker import RedisUnreachable, TidemillWorker
 
@@ -317,6 +317,31 @@ async def test_a_redis_restart_is_waited_out_and_no_result_is_lost(
             assert (await outcome(redis, f"job-{i}", timeout=20)).unwrap()
         await redis.aclose()
     assert sorted(gate.started) == sorted(f"job-{i}" for i in range(4))
+
+
+async def test_a_job_that_its_own_worker_claims_again_is_answered_by_the_run_under_way(
+    redis_url: str, redis: Redis, push: Push, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.open.clear()
+    await push()
+    async with running(redis_url, gate) as worker:
+        await until(lambda: gate.started == ["job"])
+        first = worker._held["job"]
+
+        async def renew_nothing(claims: object) -> set[str]:
+            return set()
+
+        async def write_late(finished: Finished) -> bool:
+            await until(lambda: worker._held["job"] is not first)
+            return await write(finished)
+
+        # As after an outage: the lease runs out, and the result is on its way with the old token.
+        write = worker._results.write
+        monkeypatch.setattr(worker.queue, "renew", renew_nothing)
+        monkeypatch.setattr(worker._results, "write", write_late)
+        gate.open.set()
+        assert (await outcome(redis)).unwrap()
+    assert gate.started == ["job"]
 
 
 async def test_a_function_may_ask_to_be_run_again_later(

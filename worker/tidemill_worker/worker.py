@@ -13,7 +13,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -54,6 +54,7 @@ IDLE_WAIT_S = 1.0
 """How often an idle worker looks at a queue whose doorbell nobody rings, as stock arq clients
 do not."""
 HEARTBEAT_S = 2.0
+MIN_HEARTBEAT_S = 0.3
 STATUS_TTL_MS = 10_000
 HEALTH_CHECK_INTERVAL_S = 10
 FINAL_WRITE_S = 5.0
@@ -75,6 +76,7 @@ class TidemillWorker(Worker):
         self._finishing: set[str] = set()
         self._lost: set[str] = set()
         self._task_ended = asyncio.Event()
+        self._idle = asyncio.Event()
         self._drain = asyncio.Event()
         self._hand_back = asyncio.Event()
         self._state: WorkerState = "loading"
@@ -116,7 +118,7 @@ class TidemillWorker(Worker):
         background = [
             asyncio.create_task(self._results.run(), name="write-results"),
             asyncio.create_task(self._every(self.config.lease_ms / 3000, self._renew)),
-            asyncio.create_task(self._every(HEARTBEAT_S, self._heartbeat)),
+            asyncio.create_task(self._beat()),
         ]
         serve = asyncio.create_task(self._serve(), name="serve")
         crashed: list[asyncio.Future[None]] = []
@@ -213,6 +215,8 @@ class TidemillWorker(Worker):
             self._finishing.discard(claim.id)
             self._lost.discard(claim.id)
             self._task_ended.set()
+            if not self.tasks:
+                self._idle.set()
 
         task.add_done_callback(ended)
 
@@ -242,24 +246,18 @@ class TidemillWorker(Worker):
         function = record.function if record else GENERATE
         enqueued_ms = record.enqueue_time_ms if record else started_ms
         finished_ms = time.time_ns() // 1_000_000
-        self._finishing.add(job_id)
-        written = await self._results.write(
-            Finished(
-                claim=self._held[job_id],
-                record=encode_result_record(
-                    value,
-                    success=success,
-                    job_id=job_id.encode(errors="replace").decode(),
-                    queue_name=self.queue_name,
-                    function=function,
-                    job_try=claim.tries,
-                    enqueue_time_ms=enqueued_ms,
-                    start_ms=started_ms,
-                    finish_ms=finished_ms,
-                ),
-                reply_to=record.reply_to if record else None,
-            )
+        result = encode_result_record(
+            value,
+            success=success,
+            job_id=job_id.encode(errors="replace").decode(),
+            queue_name=self.queue_name,
+            function=function,
+            job_try=claim.tries,
+            enqueue_time_ms=enqueued_ms,
+            start_ms=started_ms,
+            finish_ms=finished_ms,
         )
+        written = await self._write(job_id, result, record.reply_to if record else None)
         self._log_end(job_id, (finished_ms - started_ms) / 1000, value, written)
         if success:
             self.jobs_complete += 1
@@ -267,6 +265,18 @@ class TidemillWorker(Worker):
             self.jobs_failed += 1
         if self.after_job_end:
             await self.after_job_end(self._job_context(claim, enqueued_ms))
+
+    async def _write(self, job_id: str, result: bytes, reply_to: str | None) -> bool:
+        """Writes the result under whatever claim this worker has on the job; False where it has
+        none any more."""
+        self._finishing.add(job_id)
+        while True:
+            claim = self._held[job_id]
+            if await self._results.write(Finished(claim, result, reply_to)):
+                return True
+            if self._held[job_id] is claim:
+                return False
+            # After an outage the job was claimed again, by this worker, while the write waited.
 
     def _open(self, claim: Claim) -> JobRecord:
         """The claimed job's record. Raises `JobFailed` where it must not or cannot be run."""
@@ -373,14 +383,29 @@ class TidemillWorker(Worker):
             logger.info("handed %d jobs back", released)
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
-    async def _every(self, seconds: float, action: Any) -> None:
-        """Repeats an action; Redis trouble is logged and the next time tried again."""
+    async def _every(self, seconds: float, action: Callable[[], Awaitable[None]]) -> None:
         while True:
-            try:
-                await action()
-            except (RedisError, OSError) as error:
-                logger.warning("%s: %s", action.__name__.strip("_"), error)
+            await self._logging_trouble(action)
             await asyncio.sleep(seconds)
+
+    async def _logging_trouble(self, action: Callable[[], Awaitable[None]]) -> None:
+        """Does it; Redis trouble is logged, since the next time will try again."""
+        try:
+            await action()
+        except (RedisError, OSError) as error:
+            name = getattr(action, "__name__", "action").strip("_")
+            logger.warning("%s: %s", name, error)
+
+    async def _beat(self) -> None:
+        """Heartbeats, and one more soon after the last job has ended: whoever waited for it
+        wants the counters with it."""
+        while True:
+            await self._logging_trouble(self._heartbeat)
+            await asyncio.sleep(MIN_HEARTBEAT_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S - MIN_HEARTBEAT_S):
+                    await self._idle.wait()
+            self._idle.clear()
 
     async def _renew(self) -> None:
         if not self._held:

@@ -154,6 +154,7 @@ class BatchSession:
             await self._run.run()
             for guard in guards:
                 guard.cancel()
+        self._progress.show(self.tally)
         self.tally.ended = time.monotonic()
         self.tally.occupancy = batch_occupancy(before, await _fresh_statuses(producer))
 

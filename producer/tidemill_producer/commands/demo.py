@@ -61,6 +61,10 @@ def _make_folder(folder: Path) -> None:
 
 
 def _next_steps(output: str, prompts: Path) -> str:
+    # From a checkout, the path that a person would type.
+    prompts = prompts.resolve()
+    if prompts.is_relative_to(Path.cwd()):
+        prompts = prompts.relative_to(Path.cwd())
     return f"""
 What to try next:
   the answers                 head -3 {output}
