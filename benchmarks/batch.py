@@ -23,7 +23,8 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
 from tidemill_contracts import keys
-from tidemill_producer.embedded import EmbeddedRedis, EmbeddedWorker, worker_statuses
+from tidemill_producer.embedded import EmbeddedRedis, EmbeddedWorker
+from tidemill_producer.workers import worker_statuses
 
 PROMPT_TOKENS = (32, 512)
 NEW_TOKENS = (32, 128)
