@@ -28,13 +28,19 @@ QWEN3_IDS = {IM_END: 151_645, END_OF_TEXT: 151_643}
 DTYPES = ("bfloat16", "float16", "float32")
 
 # hidden, layers, query heads, K/V heads, intermediate, tied: https://huggingface.co/Qwen
-_PUBLISHED = {
+_DENSE = {
     "0.6b": (1024, 28, 16, 8, 3072, True),
     "1.7b": (2048, 28, 16, 8, 6144, True),
     "4b": (2560, 36, 32, 8, 9728, True),
     "8b": (4096, 36, 32, 8, 12288, False),
     "14b": (5120, 40, 40, 8, 17408, False),
     "32b": (5120, 64, 64, 8, 25600, False),
+}
+# hidden, layers, query heads, K/V heads, intermediate of a dense layer (there is none) and of one
+# of the 128 experts
+_MOE = {
+    "30b-a3b": (2048, 48, 32, 4, 6144, 768),
+    "235b-a22b": (4096, 94, 64, 4, 12288, 1536),
 }
 
 # ChatML as Qwen3 was trained on it: a tool's answer is a user turn, and a prompt that must not be
@@ -73,6 +79,7 @@ def qwen3_config(
     rope_theta: float = 1_000_000.0,
     eos_token_id: int | None = QWEN3_IDS[IM_END],
     dtype: str = "bfloat16",
+    initializer_range: float = INIT_STD,
 ) -> dict[str, Any]:
     """A ``config.json`` as the published dense Qwen3 models have it."""
     return {
@@ -84,7 +91,7 @@ def qwen3_config(
         "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "initializer_range": INIT_STD,
+        "initializer_range": initializer_range,
         "intermediate_size": intermediate_size,
         "max_position_embeddings": max_position_embeddings,
         "max_window_layers": num_hidden_layers,
@@ -108,24 +115,59 @@ def _within(vocab_size: int, token: int) -> int | None:
     return token if token < vocab_size else None
 
 
-def published_config(shape: str, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The configuration of one of `SHAPES`; ``tiny`` is no published one, but keeps everything
-    that makes Qwen3 special at 170 thousand parameters and a vocabulary of 512."""
-    if shape == "tiny":
-        return qwen3_config(
+def with_experts(
+    config: Mapping[str, Any],
+    *,
+    num_experts: int,
+    num_experts_per_tok: int,
+    moe_intermediate_size: int,
+    norm_topk_prob: bool = True,
+) -> dict[str, Any]:
+    """The configuration of a dense model as that of a mixture of experts, in the published
+    models' words."""
+    return {
+        **config,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": moe_intermediate_size,
+        "norm_topk_prob": norm_topk_prob,
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_experts_per_tok,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    }
+
+
+def published_config(shape: str, dtype: str = "bfloat16", std: float = INIT_STD) -> dict[str, Any]:
+    """The configuration of one of `SHAPES`; the tiny ones are no published ones, but keep
+    everything that makes Qwen3 special in some hundred thousand parameters and a vocabulary of
+    512. `std` is that of the random weights."""
+    if shape in ("tiny", "tiny-moe"):
+        tiny = qwen3_config(
             hidden_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
             intermediate_size=160,
-            tie_word_embeddings=True,
+            tie_word_embeddings=shape == "tiny",
             vocab_size=512,
             eos_token_id=None,
             dtype=dtype,
+            initializer_range=std,
         )
-    hidden, layers, heads, kv_heads, intermediate, tied = _PUBLISHED[shape]
-    return qwen3_config(
+        if shape == "tiny":
+            return tiny
+        return with_experts(tiny, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
+    if shape in _DENSE:
+        hidden, layers, heads, kv_heads, intermediate, tied = _DENSE[shape]
+        expert = 0
+    else:
+        hidden, layers, heads, kv_heads, intermediate, expert = _MOE[shape]
+        tied = False
+    config = qwen3_config(
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -133,18 +175,24 @@ def published_config(shape: str, dtype: str = "bfloat16") -> dict[str, Any]:
         intermediate_size=intermediate,
         tie_word_embeddings=tied,
         dtype=dtype,
+        initializer_range=std,
+    )
+    if not expert:
+        return config
+    return with_experts(
+        config, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=expert
     )
 
 
-SHAPES = (*_PUBLISHED, "tiny")
+SHAPES = (*_DENSE, *_MOE, "tiny", "tiny-moe")
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a dense Qwen3 checkpoint in Hugging Face's names, in file order."""
+    """The tensors of a Qwen3 checkpoint in Hugging Face's names, in file order."""
     hidden, head = config["hidden_size"], config["head_dim"]
     q_rows = config["num_attention_heads"] * head
     kv_rows = config["num_key_value_heads"] * head
-    inner, vocab = config["intermediate_size"], config["vocab_size"]
+    vocab = config["vocab_size"]
     layer = {
         "input_layernorm": (hidden,),
         "self_attn.q_proj": (q_rows, hidden),
@@ -154,9 +202,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.k_norm": (head,),
         "self_attn.o_proj": (hidden, q_rows),
         "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+        **_feed_forward_shapes(config),
     }
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for number in range(config["num_hidden_layers"]):
@@ -169,13 +215,36 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
-    """Ones for a norm, else N(0, 0.02), from a generator of this tensor's own."""
+def _feed_forward_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of one layer: a single network, or a router and its experts."""
+    hidden, experts = config["hidden_size"], config.get("num_experts", 0)
+    inner = config["moe_intermediate_size"] if experts else config["intermediate_size"]
+    network = {
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    if not experts:
+        return {f"mlp.{name}": shape for name, shape in network.items()}
+    return {
+        "mlp.gate": (experts, hidden),
+        **{
+            f"mlp.experts.{number}.{name}": shape
+            for number in range(experts)
+            for name, shape in network.items()
+        },
+    }
+
+
+def random_tensor(
+    name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype, std: float = INIT_STD
+) -> Tensor:
+    """Ones for a norm, else N(0, std), from a generator of this tensor's own."""
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=dtype)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return torch.empty(shape).normal_(0.0, INIT_STD, generator=generator).to(dtype)
+    return torch.empty(shape).normal_(0.0, std, generator=generator).to(dtype)
 
 
 def write_checkpoint(
@@ -189,8 +258,9 @@ def write_checkpoint(
 ) -> Path:
     """Writes a complete model directory and returns its path.
 
-    `config` is what goes to ``config.json``; its ``torch_dtype`` is that of the tensors. `tensors`
-    replaces the random ones. At most one shard is in memory at a time.
+    `config` is what goes to ``config.json``; its ``torch_dtype`` is that of the tensors, its
+    ``initializer_range`` the standard deviation of the random ones, which `tensors` replaces. At
+    most one shard is in memory at a time.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -209,7 +279,7 @@ def write_checkpoint(
     def tensor(name: str) -> Tensor:
         if tensors is not None:
             return tensors[name].to(dtype).contiguous()
-        return random_tensor(name, shapes[name], seed, dtype)
+        return random_tensor(name, shapes[name], seed, dtype, config["initializer_range"])
 
     weight_map: dict[str, str] = {}
     total = 0
@@ -299,6 +369,13 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 @click.option("--shape", type=click.Choice(SHAPES), default="tiny", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
+@click.option(
+    "--std",
+    type=click.FloatRange(min=0, min_open=True),
+    default=INIT_STD,
+    show_default=True,
+    help="Standard deviation of the weights; a larger one makes a livelier model.",
+)
 @click.option("--shards", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(
     "--tokenizer",
@@ -306,8 +383,16 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     help="A tokenizer.json to copy; a tokenizer_config.json with a chat template is added, and the"
     " configuration takes its end of turn from it.",
 )
-def main(out: Path, shape: str, seed: int, dtype: str, shards: int, tokenizer: Path | None) -> None:
-    config = published_config(shape, dtype)
+def main(
+    out: Path,
+    shape: str,
+    seed: int,
+    dtype: str,
+    std: float,
+    shards: int,
+    tokenizer: Path | None,
+) -> None:
+    config = published_config(shape, dtype, std)
     if tokenizer is not None:
         config = fitted(config, tokenizer)
     write_checkpoint(out, config, seed=seed, shards=shards, tokenizer=tokenizer)

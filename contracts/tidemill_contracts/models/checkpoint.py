@@ -46,8 +46,9 @@ class Checkpoint:
     """
 
     def __init__(self, model_dir: str | Path) -> None:
-        self._dir = Path(model_dir)
-        files, index = _find_files(self._dir)
+        self.directory = Path(model_dir)
+        """For a backend that reads the files itself, in another process."""
+        files, index = _find_files(self.directory)
         self._entries: dict[str, _Entry] = {}
         for path in files:
             for name, entry in _read_entries(path).items():
@@ -58,7 +59,7 @@ class Checkpoint:
                     )
                 self._entries[name] = entry
         if index is not None:
-            _check_index(self._dir / INDEX_FILE, index, self._entries)
+            _check_index(self.directory / INDEX_FILE, index, self._entries)
         self._left = {
             name: entry
             for name, entry in self._entries.items()
@@ -78,7 +79,7 @@ class Checkpoint:
         """
         entry = self._entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{self._dir}: tensor {name} is missing.")
+            raise CheckpointError(f"{self.directory}: tensor {name} is missing.")
         if name not in self._left:
             raise CheckpointError(f"{entry.path}: tensor {name} was taken already.")
         if entry.shape != shape:
@@ -98,7 +99,7 @@ class Checkpoint:
             shown = [f"{name} ({entry.path.name})" for name, entry in sorted(self._left.items())]
             more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
             raise CheckpointError(
-                f"{self._dir}: the checkpoint holds tensors that the model has no place for:"
+                f"{self.directory}: the checkpoint holds tensors that the model has no place for:"
                 f" {', '.join(shown[:5])}{more}."
             )
 

@@ -87,9 +87,18 @@ def show_command(family: str, variant: str, as_json: bool) -> None:
     click.echo(f"capabilities  {', '.join(sorted(contract.capabilities))}")
     for name, value in contract.limits.items():
         click.echo(f"limit         {name} = {value}")
-    for name, value in description["backend"].items():  # type: ignore[attr-defined]
-        click.echo(f"backend       {name}: {value}")
+    _show_values("backend", description["backend"])
     _show_stages(contract)
+
+
+def _show_values(name: str, value: object) -> None:
+    """Nested plain values, a line each, by their path."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _show_values(f"{name}.{key}", inner)
+    else:
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        click.echo(f"{name:<13} {shown}")
 
 
 def _show_stages(contract: ModelContract) -> None:

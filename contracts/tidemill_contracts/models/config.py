@@ -39,6 +39,7 @@ class ModelConfig:
     head_dim: int
     """Even; independent of ``hidden_size / num_attention_heads``."""
     max_position_embeddings: int
+    """The longest row in tokens; where YaRN extends the context, the extended one."""
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool
@@ -47,13 +48,24 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     rope_type: str = "default"
     rope_scaling: Mapping[str, object] = field(default_factory=dict)
-    """The RoPE parameters other than type and theta, as found; empty for plain RoPE."""
+    """The RoPE parameters other than type and theta, as found; empty for plain RoPE. YaRN's always
+    include ``original_max_position_embeddings``."""
     hidden_act: str = "silu"
     attention_bias: bool = False
     sliding_window: int | None = None
     """Tokens that a windowed layer sees; ``None`` where every layer sees them all."""
     num_experts: int = 0
     """Of each mixture-of-experts layer; 0 for a dense model."""
+    num_experts_per_tok: int = 0
+    """Experts that each token is sent to."""
+    moe_intermediate_size: int = 0
+    """Of one expert; ``intermediate_size`` is that of a dense layer."""
+    norm_topk_prob: bool = False
+    """Whether the weights of a token's experts are scaled to add up to one."""
+    decoder_sparse_step: int = 1
+    """Every so many layers have experts; the others are dense."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layers that are dense whatever `decoder_sparse_step` says."""
     quantization: Mapping[str, object] | None = None
     """``quantization_config`` as found."""
     extra: Mapping[str, object] = field(default_factory=dict)
@@ -101,7 +113,10 @@ class ModelConfig:
             raise fields.error("head_dim", f"is {head_dim}, but RoPE pairs halves of a head")
         layers = fields.positive("num_hidden_layers")
         vocab_size = fields.positive("vocab_size")
+        max_positions = fields.positive("max_position_embeddings")
         rope = _rope(fields)
+        if rope.type == "yarn":
+            rope, max_positions = _yarn(fields, rope, max_positions)
 
         config = cls(
             model_id=model_id,
@@ -114,7 +129,7 @@ class ModelConfig:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=fields.positive("max_position_embeddings"),
+            max_position_embeddings=max_positions,
             rms_norm_eps=fields.positive_float("rms_norm_eps"),
             rope_theta=rope.theta,
             rope_type=rope.type,
@@ -125,7 +140,12 @@ class ModelConfig:
             hidden_act=fields.text("hidden_act"),
             attention_bias=fields.flag("attention_bias"),
             sliding_window=_sliding_window(fields, layers),
-            num_experts=fields.count("num_experts"),
+            num_experts=_num_experts(fields),
+            num_experts_per_tok=fields.count("num_experts_per_tok"),
+            moe_intermediate_size=fields.count("moe_intermediate_size"),
+            norm_topk_prob=fields.flag("norm_topk_prob"),
+            decoder_sparse_step=fields.positive("decoder_sparse_step", default=1),
+            mlp_only_layers=fields.counts("mlp_only_layers"),
             quantization=fields.mapping("quantization_config"),
         )
         rest = {name: value for name, value in raw.items() if name not in fields.read}
@@ -250,6 +270,16 @@ class _Fields:
             raise self.error(name, f"expected a list of strings, found {value!r}")
         return tuple(value)
 
+    def counts(self, name: str) -> tuple[int, ...]:
+        value = self._typed(name, list, "a list of integers")
+        if value is None:
+            return ()
+        assert isinstance(value, list)
+        for item in value:
+            if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+                raise self.error(name, f"expected a list of integers, found {value!r}")
+        return tuple(value)
+
     def mapping(self, name: str) -> Mapping[str, object] | None:
         value = self._typed(name, dict, "an object")
         if value is None:
@@ -308,6 +338,61 @@ def _rope(fields: _Fields) -> _Rope:
         type=rope_type,
         scaling=MappingProxyType({} if rope_type == "default" else scaling),
     )
+
+
+_YARN_NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_YARN_PARAMETERS = {"factor", "original_max_position_embeddings", "truncate", *_YARN_NUMBERS}
+
+
+def _yarn(fields: _Fields, rope: _Rope, max_positions: int) -> tuple[_Rope, int]:
+    """YaRN's parameters, checked, and the longest row that they allow.
+
+    The factor multiplies the original length, whatever ``max_position_embeddings`` says: Qwen's
+    recipe leaves it at the unscaled length, transformers writes the scaled one, and neither may
+    be scaled again. Where the original length is not given, ``max_position_embeddings`` is taken
+    for it, as in transformers, and is not extended.
+    """
+    where = "rope_parameters" if "rope_parameters" in fields.raw else "rope_scaling"
+    scaling = dict(rope.scaling)
+    if unknown := sorted(scaling.keys() - _YARN_PARAMETERS):
+        raise fields.error(f"{where}.{unknown[0]}", "is no parameter of YaRN")
+
+    def number(name: str) -> float:
+        value = scaling[name]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise fields.error(f"{where}.{name}", f"expected a number, found {value!r}")
+        return fields.checked_positive(f"{where}.{name}", float(value))
+
+    if "factor" not in scaling:
+        raise fields.error(f"{where}.factor", "is missing")
+    if number("factor") < 1:
+        raise fields.error(f"{where}.factor", f"must be 1 or more, found {scaling['factor']}")
+    for name in _YARN_NUMBERS:
+        if name in scaling:
+            number(name)
+    if not isinstance(scaling.get("truncate", True), bool):
+        raise fields.error(f"{where}.truncate", "expected true or false")
+    original = scaling.setdefault("original_max_position_embeddings", None)
+    if original is None:
+        scaling["original_max_position_embeddings"] = max_positions
+    elif isinstance(original, bool) or not isinstance(original, int) or original <= 0:
+        name = f"{where}.original_max_position_embeddings"
+        raise fields.error(name, f"expected a positive integer, found {original!r}")
+    else:
+        max_positions = max(max_positions, int(number("factor") * original))
+    return _Rope(rope.theta, rope.type, MappingProxyType(scaling)), max_positions
+
+
+def _num_experts(fields: _Fields) -> int:
+    """Qwen's name for it, or the one that transformers 5 writes."""
+    found = {
+        name: fields.count(name)
+        for name in ("num_experts", "num_local_experts")
+        if name in fields.raw
+    }
+    if len(set(found.values())) > 1:
+        raise fields.error(" and ".join(found), f"disagree: {', '.join(map(str, found.values()))}")
+    return next(iter(found.values()), 0)
 
 
 def _dtype(fields: _Fields) -> str:

@@ -6,6 +6,7 @@ ModelError
 │   └── ContractNotImplemented   one does, but it is only planned
 ├── ContractMismatch         a contract, its kernels, the model and the worker disagree
 └── BackendError             a backend outside this process died or did not answer in time
+    └── KVCacheLost          so are the rows' K and V; computed anew, the rows can run
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class ContractNotImplemented(UnsupportedModel):
 
 class BackendError(ModelError):
     """A backend outside this process died or did not answer in time."""
+
+
+class KVCacheLost(BackendError):
+    """A row's K and V were in a backend that is gone; computed anew from its tokens, it can run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,12 @@ def registrations() -> tuple[ContractRegistration, ...]:
     Raises `ModelError` where an entry point cannot be loaded.
     """
     # Kernels are imported by a contract's factory, not by knowing that it exists.
-    from tidemill_contracts.models import deepseek_v4, qwen3
+    from tidemill_contracts.models import deepseek_v4, pypto, qwen3
 
     found: list[ContractRegistration] = []
     for entry_point in metadata.entry_points(group=ENTRY_POINTS):
         found += _load(entry_point)
-    return (*found, *qwen3.REGISTRATIONS, *deepseek_v4.REGISTRATIONS)
+    return (*found, *pypto.registrations(), *qwen3.REGISTRATIONS, *deepseek_v4.REGISTRATIONS)
 
 
 def _load(entry_point: metadata.EntryPoint) -> list[ContractRegistration]:

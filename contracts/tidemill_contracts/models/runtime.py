@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 
 from tidemill_contracts.models.config import ModelConfig
 from tidemill_contracts.models.contract import ModelContract, RuntimeConfig
+from tidemill_contracts.models.errors import ModelError
 
 DEFAULT_PAGE_SIZE = 16
 KV_MEMORY_SHARE = 0.4
@@ -36,7 +38,10 @@ class RuntimeOptions:
 def plan_runtime(
     config: ModelConfig, contract: ModelContract, options: RuntimeOptions
 ) -> RuntimeConfig:
-    """What the options come to for this model. Raises `ContractMismatch`."""
+    """What the options come to for this model.
+
+    Raises `ContractMismatch`, and `ModelError` where the device is not there.
+    """
     max_model_len = options.max_model_len
     if max_model_len is None:
         longest = contract.limits.get("max_seq", config.max_position_embeddings)
@@ -57,7 +62,7 @@ def plan_runtime(
         )
     page_size = options.page_size or contract.limits.get("page_size", DEFAULT_PAGE_SIZE)
     runtime = RuntimeConfig(
-        device=torch.device(options.device),
+        device=find_device(options.device),
         dtype=getattr(torch, dtype),
         max_batch_size=options.max_rows,
         max_seq_len=max_model_len,
@@ -69,6 +74,29 @@ def plan_runtime(
         pages = _pages_that_fit(config, contract, runtime)
         runtime = dataclasses.replace(runtime, total_kv_pages=pages)
     return runtime
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, such as ``cpu``, ``cuda:1`` or ``npu``.
+
+    Raises `ModelError` where there is no such device, or its package is not installed.
+    """
+    kind = name.partition(":")[0]
+    if kind == "npu":
+        try:
+            # torch knows the name only once this package is there.
+            importlib.import_module("torch_npu")
+        except ImportError as error:
+            raise ModelError(
+                f"--device {name} needs torch_npu, which cannot be imported: {error}."
+            ) from error
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"--device {name}: torch knows no such device.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"--device {name}: torch finds no CUDA device here.")
+    return device
 
 
 def _pages_that_fit(config: ModelConfig, contract: ModelContract, runtime: RuntimeConfig) -> int:
@@ -84,6 +112,9 @@ def free_memory(device: torch.device) -> int:
     """Bytes that may still be allocated on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    if device.type == "npu":
+        free: int = torch.npu.mem_get_info(device)[0]  # type: ignore[attr-defined]
+        return free
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     readers: list[Callable[[], int]] = [_meminfo_available, _cgroup_available]
     for read in readers:

@@ -225,6 +225,8 @@ def _limit_problems(
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "moe_intermediate_size": config.moe_intermediate_size,
         "real_vocab": config.vocab_size,
         "vocab": contract.hooks.logits_width(config),
     }

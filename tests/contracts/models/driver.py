@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tidemill_contracts.models.config import load_config
 from tidemill_contracts.models.contract import Phase, RuntimeConfig, StageInputs
 from tidemill_contracts.models.registry import find_contract_for_model_config
 from tidemill_contracts.models.requirements import ServingRequirements
-from tools.make_checkpoint import qwen3_config, tensor_shapes, write_checkpoint
+from tools.make_checkpoint import qwen3_config, tensor_shapes, with_experts, write_checkpoint
 
 
 def lively_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
@@ -54,9 +54,27 @@ def small_config(**changes: Any) -> dict[str, Any]:
     return {**qwen3_config(**{**shape, **known}), **changes}
 
 
-def small_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
-    config = small_config(**changes)
-    return write_checkpoint(directory, config, tensors=lively_tensors(config, seed))
+def small_moe_config(**changes: Any) -> dict[str, Any]:
+    """The same with experts."""
+    experts: dict[str, Any] = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    }
+    known = {name: changes.pop(name) for name in list(changes) if name in experts}
+    config = small_config(**{"tie_word_embeddings": False, **changes})
+    return with_experts(config, **{**experts, **known})
+
+
+def small_model(
+    directory: Path,
+    seed: int = 0,
+    config: Callable[..., dict[str, Any]] = small_config,
+    **changes: Any,
+) -> Path:
+    raw = config(**changes)
+    return write_checkpoint(directory, raw, tensors=lively_tensors(raw, seed))
 
 
 @dataclass
@@ -78,7 +96,9 @@ class Driver:
         pages: int | None = None,
         max_seq_len: int = 512,
         max_rows: int = 32,
+        device: str = "cpu",
     ) -> None:
+        """`device` is where the stages believe that they run: the tensors stay on the CPU."""
         self.config = load_config(model_dir)
         self.contract = find_contract_for_model_config(self.config)
         ServingRequirements().check(self.contract)
@@ -104,7 +124,9 @@ class Driver:
         for phase in ("prefill", "decode"):
             stage = self.contract.stage(phase)
             dummies = stage.compile_args_builder(self.config, self.runtime)
-            self.compiled[phase] = stage.host_jit_fn.compile(*dummies, config=self.runtime)
+            self.compiled[phase] = stage.host_jit_fn.compile(
+                *dummies, config=replace(self.runtime, device=torch.device(device))
+            )
         self.free = list(range(self.runtime.total_kv_pages))
         random.Random(7).shuffle(self.free)
         self.edit: Callable[[StageInputs], StageInputs] = lambda inputs: inputs

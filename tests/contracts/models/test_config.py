@@ -56,10 +56,11 @@ class TestReads:
     @pytest.mark.parametrize("shape", SHAPES)
     def test_what_transformers_writes(self, shape: str, tmp_path: Path) -> None:
         """Its newest spelling gives the same fields as the published one."""
-        from transformers import Qwen3Config
+        from transformers import Qwen3Config, Qwen3MoeConfig
 
         raw = published_config(shape)
-        saved = Qwen3Config(**{name: value for name, value in raw.items() if name != "torch_dtype"})
+        kind = Qwen3MoeConfig if "num_experts" in raw else Qwen3Config
+        saved = kind(**{name: value for name, value in raw.items() if name != "torch_dtype"})
         saved.architectures = raw["architectures"]
         saved.dtype = raw["torch_dtype"]
         saved.save_pretrained(tmp_path)
@@ -68,6 +69,33 @@ class TestReads:
         expected = ModelConfig.from_hf(raw, str(tmp_path))
         for name in set(ModelConfig.__dataclass_fields__) - {"extra"}:
             assert getattr(found, name) == getattr(expected, name), name
+
+    def test_a_published_file_with_experts(self) -> None:
+        config = ModelConfig.from_hf(published_config("30b-a3b"), "Qwen/Qwen3-30B-A3B")
+        assert config.num_experts == 128
+        assert config.num_experts_per_tok == 8
+        assert config.moe_intermediate_size == 768
+        assert config.norm_topk_prob is True
+        assert config.decoder_sparse_step == 1
+        assert config.mlp_only_layers == ()
+        assert config.extra.keys() == {
+            "attention_dropout",
+            "bos_token_id",
+            "initializer_range",
+            "output_router_logits",
+            "router_aux_loss_coef",
+            "use_cache",
+        }
+
+    @pytest.mark.parametrize("shape", ["4b", "30b-a3b", "235b-a22b"])
+    def test_a_file_of_2507(self, shape: str) -> None:
+        """Its context is the model's own: nothing is scaled."""
+        raw = published_config(shape)
+        raw |= {"max_position_embeddings": 262_144, "rope_theta": 5_000_000}
+        config = ModelConfig.from_hf(raw, "the/model")
+        assert config.max_position_embeddings == 262_144
+        assert config.rope_theta == 5e6
+        assert config.rope_type == "default"
 
     @pytest.mark.parametrize(
         ("changes", "field", "value"),
@@ -97,6 +125,13 @@ class TestReads:
             ({"attention_bias": True}, "attention_bias", True),
             ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
             ({"num_experts": 128}, "num_experts", 128),
+            ({"num_local_experts": 128}, "num_experts", 128),
+            ({"num_experts_per_tok": 8}, "num_experts_per_tok", 8),
+            ({"moe_intermediate_size": 768}, "moe_intermediate_size", 768),
+            ({"norm_topk_prob": True}, "norm_topk_prob", True),
+            ({"decoder_sparse_step": 2}, "decoder_sparse_step", 2),
+            ({"mlp_only_layers": [0, 3]}, "mlp_only_layers", (0, 3)),
+            ({"mlp_only_layers": None}, "mlp_only_layers", ()),
             ({"quantization_config": {"bits": 4}}, "quantization", {"bits": 4}),
             ({"rope_scaling": YARN}, "rope_type", "yarn"),
             ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type", "linear"),
@@ -200,6 +235,14 @@ class TestRefuses:
             ("eos_token_id", -1),
             ("eos_token_id", 101),
             ("num_experts", -1),
+            ("num_local_experts", "8"),
+            ("num_experts_per_tok", 1.5),
+            ("moe_intermediate_size", -768),
+            ("norm_topk_prob", 1),
+            ("decoder_sparse_step", 0),
+            ("mlp_only_layers", 0),
+            ("mlp_only_layers", [0, -1]),
+            ("mlp_only_layers", [True]),
             ("quantization_config", "fp8"),
             ("rope_scaling", "yarn"),
             ("rope_scaling", {"factor": 4.0}),
@@ -228,6 +271,10 @@ class TestRefuses:
     def test_two_rope_types_that_disagree(self) -> None:
         with pytest.raises(CheckpointError, match="disagree: default, yarn"):
             read(rope_parameters={"rope_type": "default"}, rope_scaling=YARN)
+
+    def test_two_numbers_of_experts_that_disagree(self) -> None:
+        with pytest.raises(CheckpointError, match=r"num_experts and num_local_experts.*: 4, 8"):
+            read(num_experts=4, num_local_experts=8)
 
     def test_a_language_model_nested_in_another(self) -> None:
         raw = {

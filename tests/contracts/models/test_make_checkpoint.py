@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.contracts.models.driver import Driver
 from tidemill_contracts.models.config import load_config
+from tidemill_contracts.models.qwen3.variants import VARIANTS
 from tools.make_checkpoint import (
     END_OF_TEXT,
     IM_END,
@@ -58,6 +59,8 @@ def tokenizer_file(tmp_path: Path) -> Path:
         ("8b", 8_190_735_360),
         ("14b", 14_768_307_200),
         ("32b", 32_762_123_264),
+        ("30b-a3b", 30_532_122_624),
+        ("235b-a22b", 235_093_634_560),
     ],
 )
 def test_published_shapes_have_the_published_sizes(shape: str, parameters: int) -> None:
@@ -66,19 +69,24 @@ def test_published_shapes_have_the_published_sizes(shape: str, parameters: int) 
 
 
 def test_every_shape_is_covered() -> None:
-    assert set(SHAPES) == {"0.6b", "1.7b", "4b", "8b", "14b", "32b", "tiny"}
+    sizes = {variant.name for variant in VARIANTS if variant.shape}
+    assert set(SHAPES) == {*sizes, "tiny", "tiny-moe"}
 
 
-def test_a_tiny_model_loads_here_and_in_transformers(tmp_path: Path) -> None:
-    from transformers import Qwen3ForCausalLM
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+def test_a_tiny_model_loads_here_and_in_transformers(tmp_path: Path, shape: str) -> None:
+    from transformers import AutoModelForCausalLM
 
-    model_dir = make(tmp_path / "tiny", "--dtype", "float32", "--seed", "3")
-    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    options = ("--shape", shape, "--dtype", "float32", "--seed", "3", "--std", "0.2")
+    model_dir = make(tmp_path / "tiny", *options)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     driver = Driver(model_dir)
     prompt = [1, 2, 3, 500]
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0, -1]
-    torch.testing.assert_close(driver.prefill((driver.row(), prompt))[0], expected)
+    found = driver.prefill((driver.row(), prompt))[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert expected.std() > 0.5
 
 
 def test_the_seed_decides_and_the_shards_do_not(tmp_path: Path) -> None:

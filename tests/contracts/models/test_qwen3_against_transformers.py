@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.contracts.models.driver import Driver, small_model
+from tests.contracts.models.driver import Driver, small_model, small_moe_config
 
 NEW_TOKENS = 6
 LENGTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 18, 31, 32, 33, 47, 64, 65, 100, 127, 128, 150)
@@ -51,6 +51,41 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 97,
     },
     "loud-and-deep": {"num_hidden_layers": 5, "rms_norm_eps": 1e-3, "hidden_size": 24},
+    "yarn": {
+        "max_position_embeddings": 128,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+        "vocab_size": 149,
+    },
+    "experts": {"config": small_moe_config},
+    "experts-unnormed": {
+        "config": small_moe_config,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+        "vocab_size": 211,
+    },
+    "many-experts-theta-5e6": {
+        "config": small_moe_config,
+        "num_experts": 16,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": 3,
+        "rope_theta": 5e6,
+        "vocab_size": 163,
+    },
+    "every-expert": {
+        "config": small_moe_config,
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "hidden_size": 24,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    },
 }
 
 
@@ -68,11 +103,11 @@ class Reference:
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Reference:
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     seed = list(SHAPES).index(request.param)
     model_dir = small_model(tmp_path_factory.mktemp("model"), seed=seed, **SHAPES[request.param])
-    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     rng = random.Random(seed)
     vocab = model.config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(length)] for length in LENGTHS]
@@ -122,9 +157,9 @@ def test_the_reference_is_no_near_constant(reference: Reference) -> None:
 def test_bfloat16_too(reference: Reference) -> None:
     """Within what two attention kernels differ by; with transformers' default one the logits are
     bit-equal on the CPUs that this was tried on."""
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(reference.model_dir, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(reference.model_dir, dtype=torch.bfloat16).eval()
     driver = Driver(reference.model_dir, dtype=torch.bfloat16)
     for prompt in reference.prompts[::6]:
         with torch.no_grad():

@@ -228,7 +228,7 @@ class TestRows:
     ) -> None:
         prompts = [PROMPT[:length] for length in (1, 2, 30, 31, 32, 33, 50)]
         expected = driver.generate(prompts, 4)
-        monkeypatch.setattr("tidemill_contracts.models.qwen3.kernels.CPU_GROUP_BYTES", 1)
+        monkeypatch.setattr("tidemill_contracts.models.qwen3.ops.reference.CPU_GROUP_BYTES", 1)
         close(driver.generate(prompts, 4), expected)
 
 

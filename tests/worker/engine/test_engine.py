@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.engine.conftest import Bench, expected_tokens, make_row
+from tidemill_contracts.models.errors import KVCacheLost
 from tidemill_contracts.wire import ErrorCode
 from tidemill_worker.engine.engine import Engine
 from tidemill_worker.engine.row import Row
@@ -110,6 +111,41 @@ def test_a_prompt_that_raises_fails_alone() -> None:
     bench.runner.raise_for = lambda row: row.id in ("0", "5")
     bench.run()
     assert [row.id for row in rows if row.error] == ["0", "5"]
+
+
+def test_a_row_whose_cache_its_backend_lost_is_computed_anew() -> None:
+    bench = Bench(max_rows=8)
+    rows = [bench.add(make_row([i, 2, 3], 8, name=str(i))) for i in range(4)]
+    lost = {"1", "2"}
+
+    def lose_once(row: Row) -> bool:
+        if row.known < 6 or row.id not in lost:
+            return False
+        if row.computed == row.known - 1:
+            raise KVCacheLost("planted restart")
+        lost.discard(row.id)  # its computation has begun again
+        return False
+
+    bench.runner.raise_for = lose_once
+    bench.run()
+    assert lost == set()
+    assert [row.restarts > 0 for row in rows] == [False, True, True, False]
+    for row in rows:
+        assert list(row.output_token_ids) == expected_tokens(row.token_ids[:3], 8)
+
+
+def test_a_row_whose_cache_is_lost_again_and_again_fails() -> None:
+    bench = Bench()
+
+    def lose(row: Row) -> bool:
+        raise KVCacheLost("planted restart")
+
+    bench.runner.raise_for = lose
+    row = bench.add(make_row([1, 2], 5))
+    bench.run()
+    assert row.error is not None
+    assert row.error.code == ErrorCode.ENGINE_ERROR
+    assert "planted restart" in row.error.message
 
 
 def test_nonfinite_logits_fail_their_row_only() -> None:

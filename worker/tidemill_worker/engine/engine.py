@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from tidemill_contracts.models.errors import KVCacheLost
 from tidemill_contracts.wire import ErrorCode, JobError
 from tidemill_worker.engine import sampler
 from tidemill_worker.engine.pages import BlockTables
@@ -24,6 +25,9 @@ from tidemill_worker.engine.row import Row
 from tidemill_worker.engine.scheduler import Chunk, Scheduler, StepPlan
 
 logger = logging.getLogger("tidemill.engine")
+
+MAX_RESTARTS = 3
+"""How often a row is computed anew after its backend lost the KV cache."""
 
 _Part = TypeVar("_Part", Row, Chunk)
 
@@ -208,6 +212,11 @@ class Engine:
             run(parts[half:])
             return
         row = row_of(parts[0])
+        if isinstance(error, KVCacheLost) and row.restarts < MAX_RESTARTS:
+            # Nothing is wrong with the row: its K and V are gone, its tokens are not.
+            row.restarts += 1
+            self.scheduler.preempt(row)
+            return
         logger.error("row %s fails its step", row.id, exc_info=error)
         row.error = JobError.of(
             ErrorCode.ENGINE_ERROR,

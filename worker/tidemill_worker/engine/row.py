@@ -61,6 +61,8 @@ class Row:
     table_index: int = field(default=-1, init=False)
     """Its line in the block tables while it runs; −1 while it waits."""
     preemptions: int = field(default=0, init=False)
+    restarts: int = field(default=0, init=False)
+    """Times that the backend lost its K and V."""
     scheduled_at: float = field(default=0.0, init=False)
     first_token_at: float = field(default=0.0, init=False)
     finished_at: float = field(default=0.0, init=False)

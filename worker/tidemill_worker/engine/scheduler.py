@@ -158,14 +158,18 @@ class Scheduler:
         self.tables.append(row, pages)
         return True
 
+    def preempt(self, row: Row) -> None:
+        """Takes a running row's pages and puts it back in line, to be computed anew."""
+        self.running.remove(row)
+        self.pool.release(self.tables.close(row))
+        row.computed = 0
+        row.preemptions += 1
+        heapq.heappush(self._waiting, (row.rank, row))
+
     def _preempt_lowest(self, plan: StepPlan) -> Row:
         victim = max(self.running, key=lambda row: row.rank)
         if victim in plan.decode:
             plan.decode.remove(victim)
         plan.prefill = [chunk for chunk in plan.prefill if chunk.row is not victim]
-        self.running.remove(victim)
-        self.pool.release(self.tables.close(victim))
-        victim.computed = 0
-        victim.preemptions += 1
-        heapq.heappush(self._waiting, (victim.rank, victim))
+        self.preempt(victim)
         return victim

@@ -1,32 +1,32 @@
-"""The in-tree Qwen3 contract: dense models of any size, on any torch device.
+"""The in-tree Qwen3 contracts: dense and mixture-of-experts models, on any torch device.
 
 Importing this package imports no kernels; they come with `ModelHooks.load_kernels`.
 """
 
 from __future__ import annotations
 
-from tidemill_contracts.models.config import ModelConfig
+from collections.abc import Callable
+
 from tidemill_contracts.models.contract import ContractRegistration, ModelContract
-
-ARCHITECTURE = "Qwen3ForCausalLM"
-MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
+from tidemill_contracts.models.qwen3.variants import MODEL_TYPES, VARIANTS, Variant
 
 
-def _is_dense(config: ModelConfig) -> bool:
-    return config.model_type == "qwen3" and ARCHITECTURE in config.architectures
+def _factory(variant: Variant) -> Callable[[], ModelContract]:
+    def make() -> ModelContract:
+        from tidemill_contracts.models.qwen3.contract import contract_of
+
+        return contract_of(variant)
+
+    return make
 
 
-def _is_moe(config: ModelConfig) -> bool:
-    return config.model_type == "qwen3_moe" and MOE_ARCHITECTURE in config.architectures
-
-
-def _dense() -> ModelContract:
-    from tidemill_contracts.models.qwen3.contract import dense_contract
-
-    return dense_contract()
-
-
-REGISTRATIONS = (
-    ContractRegistration("qwen3", "dense", frozenset({"qwen3"}), _dense, _is_dense),
-    ContractRegistration("qwen3", "moe", frozenset({"qwen3_moe"}), None, _is_moe),
+REGISTRATIONS = tuple(
+    ContractRegistration(
+        "qwen3",
+        variant.name,
+        frozenset({MODEL_TYPES[variant.kind]}),
+        _factory(variant),
+        variant.matches,
+    )
+    for variant in VARIANTS
 )

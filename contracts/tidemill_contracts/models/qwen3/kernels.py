@@ -1,30 +1,29 @@
-"""The Qwen3 kernels in readable torch: the reference that every other backend is held to.
+"""The Qwen3 stages: one transformer, run over the operations of a device.
 
-The numerics are those of Hugging Face's ``modeling_qwen3``: RMSNorm in float32, cast, then
-multiplied by its weight; q/k norm per head before RoPE; cos and sin computed in float32, applied
-in the model's dtype. Sizes are read from the tensors' shapes. L layers, H hidden size, D head
-size, QH query heads, KVH K/V heads, P pages, V vocabulary; T packed tokens of B rows.
+Sizes are read from the tensors' shapes. L layers, H hidden size, D head size, QH query heads,
+KVH K/V heads, P pages, V vocabulary; T packed tokens of B rows. q and k are normed per head
+before RoPE; K is stored after both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-CPU_GROUP_BYTES = 2 << 20
-"""K and V that one attention call of a decode step gathers for each CPU thread: what stays in a
-core's cache is read back for nothing. Measured with 32 rows of 512 tokens: a third faster than
-one call for all of them."""
+from tidemill_contracts.models.qwen3 import experts
+from tidemill_contracts.models.qwen3.ops import Ops
+from tidemill_contracts.models.qwen3.step import Step
 
-GROUP_BYTES = 256 << 20
-"""The same on other devices, where few large calls are best; bounds the scratch memory."""
+FeedForward = Callable[[Ops, int, Tensor], Tensor]
+"""Of one layer, by its number: [T, H] to [T, H]."""
 
 
-def prefill(
+def dense_prefill(
+    ops: Ops,
     input_ids: Tensor,
     seq_lens: Tensor,
     chunk_lens: Tensor,
@@ -53,34 +52,16 @@ def prefill(
 
     Earlier chunks are read from the cache, so chunked and whole prefill are one code path.
     """
-    page_size = k_cache.shape[2]
-    positions = torch.empty_like(input_ids)
-    groups: list[_Group] = []
-    ends, lengths = seq_lens.tolist(), chunk_lens.tolist()
-    for row, offset in enumerate(chunk_offsets.tolist()):
-        length, end = lengths[row], ends[row]
-        tokens = slice(offset, offset + length)
-        places = torch.arange(end, device=input_ids.device)
-        positions[tokens] = places[end - length :]
-        seen = None if length == end else places <= places[end - length :, None]
-        groups.append(
-            _Group(
-                tokens=tokens,
-                rows=1,
-                context=_slots(block_table[row : row + 1], places[None], page_size).flatten(),
-                mask=seen,
-                causal=seen is None,
-            )
-        )
-    hidden = _layers(
-        input_ids, positions, slot_mapping, groups, embed, input_norm, wqkv, q_norm, k_norm,
-        rope_cos, rope_sin, k_cache, v_cache, wo, post_norm, w_gate_up, w_down, rms_norm_eps,
+    step = Step(seq_lens, block_table, slot_mapping, chunk_lens, chunk_offsets)
+    model = Transformer(
+        embed, input_norm, wqkv, q_norm, k_norm, rope_cos, rope_sin, wo, post_norm,
+        dense(w_gate_up, w_down), final_norm, lm_head, rms_norm_eps,
     )  # fmt: skip
-    last = hidden.index_select(0, chunk_offsets + chunk_lens - 1)
-    logits.copy_(functional.linear(_rms_norm(last, final_norm, rms_norm_eps), lm_head))
+    model.run(ops, step, input_ids, k_cache, v_cache, logits)
 
 
-def decode(
+def dense_decode(
+    ops: Ops,
     input_ids: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
@@ -103,88 +84,23 @@ def decode(
     rms_norm_eps: Tensor,
     logits: Tensor,
 ) -> None:
-    """Runs one token of each row.
-
-    Rows of similar length attend together: the longest row decides how much a group gathers.
-    """
-    lengths, order = seq_lens.sort(descending=True)
-    tables = block_table.index_select(0, order)
-    known = lengths.tolist()
-    groups = [
-        _decode_group(rows, known[rows.start], lengths[rows], tables[rows], k_cache.shape[2])
-        for rows in _similar(known, _group_tokens(k_cache))
-    ]
-    hidden = _layers(
-        input_ids.index_select(0, order), lengths - 1, slot_mapping.index_select(0, order),
-        groups, embed, input_norm, wqkv, q_norm, k_norm, rope_cos, rope_sin, k_cache, v_cache,
-        wo, post_norm, w_gate_up, w_down, rms_norm_eps,
+    """Runs one token of each row."""
+    model = Transformer(
+        embed, input_norm, wqkv, q_norm, k_norm, rope_cos, rope_sin, wo, post_norm,
+        dense(w_gate_up, w_down), final_norm, lm_head, rms_norm_eps,
     )  # fmt: skip
-    scores = functional.linear(_rms_norm(hidden, final_norm, rms_norm_eps), lm_head)
-    logits.index_copy_(0, order, scores.to(logits.dtype))
+    step = Step(seq_lens, block_table, slot_mapping)
+    model.run(ops, step, input_ids, k_cache, v_cache, logits)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows that attend in one call: each has the same number of tokens in this step and S places
-    of context."""
-
-    tokens: slice
-    """Their packed tokens, row after row."""
-    rows: int
-    context: Tensor
-    """int64 [rows·S]: the slots of each row's K and V, position after position."""
-    mask: Tensor | None
-    """bool, broadcast to [rows, heads, tokens, S]: true where a token may look."""
-    causal: bool = False
-    """In place of a mask where the tokens are the whole context."""
-
-
-def _similar(lengths: Sequence[int], most: int) -> list[slice]:
-    """Splits rows, longest first, so that none is padded to more than twice its length and no
-    group of several rows gathers more than `most` tokens."""
-    groups: list[slice] = []
-    start = 0
-    for row, length in enumerate(lengths):
-        longest = lengths[start]
-        if row > start and (2 * length < longest or (row - start + 1) * longest > most):
-            groups.append(slice(start, row))
-            start = row
-    groups.append(slice(start, len(lengths)))
-    return groups
-
-
-def _group_tokens(k_cache: Tensor) -> int:
-    _, _, _, kv_heads, head_dim = k_cache.shape
-    token_bytes = 2 * kv_heads * head_dim * k_cache.dtype.itemsize
-    if k_cache.device.type == "cpu":
-        return CPU_GROUP_BYTES * torch.get_num_threads() // token_bytes
-    return GROUP_BYTES // token_bytes
-
-
-def _decode_group(
-    rows: slice, longest: int, lengths: Tensor, tables: Tensor, page_size: int
-) -> _Group:
-    places = torch.arange(longest, device=lengths.device)
-    used = places < lengths[:, None]
-    # Past a row's end its own first place is read: what lies in the tail of a page, or in pages
-    # that the row does not have, reaches nothing, not even as NaN times zero.
-    context = _slots(tables, places.where(used, 0), page_size)
-    return _Group(
-        tokens=rows, rows=len(lengths), context=context.flatten(), mask=used[:, None, None, :]
-    )
-
-
-def _slots(tables: Tensor, places: Tensor, page_size: int) -> Tensor:
-    """int64 [rows, S]: the slot of every place, through each row's block table."""
-    pages = tables.gather(1, places // page_size)
-    return pages.long() * page_size + places % page_size
-
-
-def _layers(
+def moe_prefill(
+    ops: Ops,
     input_ids: Tensor,
-    positions: Tensor,
+    seq_lens: Tensor,
+    chunk_lens: Tensor,
+    chunk_offsets: Tensor,
+    block_table: Tensor,
     slot_mapping: Tensor,
-    groups: Sequence[_Group],
     embed: Tensor,
     input_norm: Tensor,
     wqkv: Tensor,
@@ -196,75 +112,142 @@ def _layers(
     v_cache: Tensor,
     wo: Tensor,
     post_norm: Tensor,
+    router: Tensor,
     w_gate_up: Tensor,
     w_down: Tensor,
+    expert_ranks: Tensor,
+    norm_topk: Tensor,
+    final_norm: Tensor,
+    lm_head: Tensor,
     rms_norm_eps: Tensor,
-) -> Tensor:
-    """The residual stream [T, H] after the last layer; writes K and V of all tokens."""
-    layers, _, _, kv_heads, head_dim = k_cache.shape
-    q_heads = wo.shape[2] // head_dim
-    hidden = functional.embedding(input_ids, embed)
-    # [T, 1, D], so that all heads of a token turn alike.
-    cos = rope_cos.index_select(0, positions).to(hidden.dtype).unsqueeze(1)
-    sin = rope_sin.index_select(0, positions).to(hidden.dtype).unsqueeze(1)
-    written = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping.index_select(0, written).long()
-    # One scratch for all layers: memory that is new on every layer costs more than the copying.
-    most = max(len(group.context) for group in groups)
-    k_scratch, v_scratch = k_cache.new_empty((2, most, kv_heads, head_dim))
-
-    for layer in range(layers):
-        normed = _rms_norm(hidden, input_norm[layer], rms_norm_eps)
-        qkv = functional.linear(normed, wqkv[layer]).view(len(hidden), -1, head_dim)
-        q, k, v = torch.split(qkv, [q_heads, kv_heads, kv_heads], dim=1)
-        q = _rotate(_rms_norm(q, q_norm[layer], rms_norm_eps), cos, sin)
-        k = _rotate(_rms_norm(k, k_norm[layer], rms_norm_eps), cos, sin)
-        k_pool, v_pool = k_cache[layer].flatten(0, 1), v_cache[layer].flatten(0, 1)
-        k_pool.index_copy_(0, slots, k.index_select(0, written))
-        v_pool.index_copy_(0, slots, v.index_select(0, written))
-        attended = torch.empty_like(q)
-        for group in groups:
-            size = len(group.context)
-            attended[group.tokens] = _attend(
-                q[group.tokens],
-                torch.index_select(k_pool, 0, group.context, out=k_scratch[:size]),
-                torch.index_select(v_pool, 0, group.context, out=v_scratch[:size]),
-                group,
-            )
-        hidden = hidden + functional.linear(attended.flatten(1), wo[layer])
-
-        normed = _rms_norm(hidden, post_norm[layer], rms_norm_eps)
-        gate, up = functional.linear(normed, w_gate_up[layer]).chunk(2, dim=1)
-        hidden = hidden + functional.linear(functional.silu(gate) * up, w_down[layer])
-    return hidden
+    logits: Tensor,
+) -> None:
+    """`dense_prefill` with experts."""
+    step = Step(seq_lens, block_table, slot_mapping, chunk_lens, chunk_offsets)
+    model = Transformer(
+        embed, input_norm, wqkv, q_norm, k_norm, rope_cos, rope_sin, wo, post_norm,
+        mixture(router, w_gate_up, w_down, expert_ranks, norm_topk), final_norm, lm_head,
+        rms_norm_eps,
+    )  # fmt: skip
+    model.run(ops, step, input_ids, k_cache, v_cache, logits)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, group: _Group) -> Tensor:
-    """Attention of a group's tokens, [tokens, QH, D], over its gathered K and V."""
+def moe_decode(
+    ops: Ops,
+    input_ids: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    embed: Tensor,
+    input_norm: Tensor,
+    wqkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rope_cos: Tensor,
+    rope_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    wo: Tensor,
+    post_norm: Tensor,
+    router: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    expert_ranks: Tensor,
+    norm_topk: Tensor,
+    final_norm: Tensor,
+    lm_head: Tensor,
+    rms_norm_eps: Tensor,
+    logits: Tensor,
+) -> None:
+    """`dense_decode` with experts."""
+    model = Transformer(
+        embed, input_norm, wqkv, q_norm, k_norm, rope_cos, rope_sin, wo, post_norm,
+        mixture(router, w_gate_up, w_down, expert_ranks, norm_topk), final_norm, lm_head,
+        rms_norm_eps,
+    )  # fmt: skip
+    step = Step(seq_lens, block_table, slot_mapping)
+    model.run(ops, step, input_ids, k_cache, v_cache, logits)
 
-    def by_head(x: Tensor) -> Tensor:
-        """[rows, heads, n, D]."""
-        return x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2)
 
-    out = functional.scaled_dot_product_attention(
-        by_head(q),
-        by_head(k),
-        by_head(v),
-        attn_mask=group.mask,
-        is_causal=group.causal,
-        enable_gqa=True,
-    )
-    return out.transpose(1, 2).reshape(q.shape)
+def dense(w_gate_up: Tensor, w_down: Tensor) -> FeedForward:
+    def feed_forward(ops: Ops, layer: int, x: Tensor) -> Tensor:
+        inner = ops.silu_and_mul(functional.linear(x, w_gate_up[layer]))
+        return functional.linear(inner, w_down[layer])
+
+    return feed_forward
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """Over the last dimension (arXiv 1910.07467), rounded to x's dtype before the weight."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+def mixture(
+    router: Tensor, w_gate_up: Tensor, w_down: Tensor, expert_ranks: Tensor, norm_topk: Tensor
+) -> FeedForward:
+    def feed_forward(ops: Ops, layer: int, x: Tensor) -> Tensor:
+        return experts.mix(
+            ops, x, router[layer], w_gate_up[layer], w_down[layer], expert_ranks, norm_topk
+        )
+
+    return feed_forward
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE over the halves of each head: [T, heads, D] by the angles of each token."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """The weights of a model, as `PreparedWeights` lays them out."""
+
+    embed: Tensor
+    input_norm: Tensor
+    wqkv: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    rope_cos: Tensor
+    rope_sin: Tensor
+    wo: Tensor
+    post_norm: Tensor
+    feed_forward: FeedForward
+    final_norm: Tensor
+    lm_head: Tensor
+    rms_norm_eps: Tensor
+
+    def run(
+        self,
+        ops: Ops,
+        step: Step,
+        input_ids: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        logits: Tensor,
+    ) -> None:
+        """Writes K and V of all tokens and the logits, float32 [B, V], of each row's last."""
+        hidden = self.hidden(ops, step, input_ids, k_cache, v_cache)
+        last = step.last_tokens()
+        if last is not None:
+            hidden = hidden.index_select(0, last)
+        normed = ops.rms_norm(hidden, self.final_norm, self.rms_norm_eps)
+        logits.copy_(functional.linear(normed, self.lm_head))
+
+    def hidden(
+        self, ops: Ops, step: Step, input_ids: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """The residual stream [T, H] after the last layer; writes K and V of all tokens."""
+        layers, _, _, kv_heads, head_dim = k_cache.shape
+        q_heads = self.wo.shape[2] // head_dim
+        eps = self.rms_norm_eps
+        attention = ops.plan(step, k_cache, q_heads)
+        positions = step.positions()
+        hidden = functional.embedding(input_ids, self.embed)
+        # [T, 1, D], so that all heads of a token turn alike.
+        cos = self.rope_cos.index_select(0, positions).to(hidden.dtype).unsqueeze(1)
+        sin = self.rope_sin.index_select(0, positions).to(hidden.dtype).unsqueeze(1)
+
+        for layer in range(layers):
+            normed = ops.rms_norm(hidden, self.input_norm[layer], eps)
+            qkv = functional.linear(normed, self.wqkv[layer]).view(len(hidden), -1, head_dim)
+            q, k, v = torch.split(qkv, [q_heads, kv_heads, kv_heads], dim=1)
+            q = ops.rotate(ops.rms_norm(q, self.q_norm[layer], eps), cos, sin)
+            k = ops.rotate(ops.rms_norm(k, self.k_norm[layer], eps), cos, sin)
+            k_pages, v_pages = k_cache[layer], v_cache[layer]
+            attention.write(k, v, k_pages, v_pages)
+            attended = attention.attend(q, k_pages, v_pages)
+            hidden = hidden + functional.linear(attended.flatten(1), self.wo[layer])
+
+            normed = ops.rms_norm(hidden, self.post_norm[layer], eps)
+            hidden = hidden + self.feed_forward(ops, layer, normed)
+        return hidden

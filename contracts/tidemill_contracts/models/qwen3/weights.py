@@ -1,8 +1,9 @@
 """A Qwen3 checkpoint laid out as the kernels read it.
 
-Every kind of weight is one tensor stacked over the layers; the three attention inputs are fused
-into one projection, gate and up into another. A stack is allocated once and each layer's tensor
-is copied into it as it is taken from the mapped file, so no second copy of the model exists.
+Every kind of weight is one tensor stacked over the layers (and experts); the three attention
+inputs are fused into one projection, gate and up into another. A stack is allocated once and each
+tensor is copied into its place as it is taken from the mapped file, so no second copy of the
+model exists: besides the prepared weights, loading needs no memory but the page cache.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from torch import Tensor
 from tidemill_contracts.models.config import ModelConfig
 from tidemill_contracts.models.contract import RuntimeConfig, TensorExporter, WeightSource
 from tidemill_contracts.models.errors import CheckpointError
+from tidemill_contracts.models.qwen3.rope import rope_tables
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedWeights:
     """What both stages read besides the step's inputs. L layers, H hidden size, D head size,
-    QH query heads, KVH K/V heads, I intermediate size, V vocabulary; the model's dtype unless
-    said otherwise."""
+    QH query heads, KVH K/V heads, I intermediate size, V vocabulary, E experts of which a token
+    goes to K; the model's dtype unless said otherwise."""
 
     embed: Tensor
     """[V, H]."""
@@ -41,9 +43,9 @@ class PreparedWeights:
     post_norm: Tensor
     """[L, H]."""
     w_gate_up: Tensor
-    """[L, 2·I, H]: the rows of gate, then of up."""
+    """[L, 2·I, H], with experts [L, E, 2·I, H]: the rows of gate, then of up."""
     w_down: Tensor
-    """[L, H, I]."""
+    """[L, H, I], with experts [L, E, H, I]."""
     final_norm: Tensor
     """[H]."""
     lm_head: Tensor
@@ -54,15 +56,30 @@ class PreparedWeights:
     """float32 [max_seq_len, D]."""
     rms_norm_eps: Tensor
     """float32 [1]."""
+    router: Tensor | None = None
+    """[L, E, H]; this and what follows only with experts."""
+    expert_ranks: Tensor | None = None
+    """int32 [K], 0 to K−1: its length says to how many experts a token goes."""
+    norm_topk: Tensor | None = None
+    """int32 [1]: not 0 where the weights of a token's experts are made to add up to one."""
 
     def named(self) -> dict[str, Tensor]:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def nbytes(self) -> int:
         """Bytes of distinct storage."""
         tensors = self.named().values()
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+_Part = tuple[str, tuple[int, ...]]
+"""A module's name within its layer or expert, and its weight's shape."""
+
+
+def _fused(parts: tuple[_Part, ...]) -> tuple[int, ...]:
+    return (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
 
 
 def prepare(
@@ -74,26 +91,54 @@ def prepare(
     ``lm_head.weight`` that a tied model carries besides is ignored. Raises `CheckpointError`.
     """
     hidden, head = config.hidden_size, config.head_dim
+    layers, experts = config.num_hidden_layers, config.num_experts
     q_rows = config.num_attention_heads * head
     kv_rows = config.num_key_value_heads * head
-    inner = config.intermediate_size
     names = set(source.names())
     prefix = "" if EMBEDDING in names else "model."
 
-    def stacked(*parts: tuple[str, tuple[int, ...]]) -> Tensor:
+    def filled(target: Tensor, module: str, parts: tuple[_Part, ...]) -> None:
+        pieces = torch.split(target, [shape[0] for _, shape in parts])
+        for (name, shape), piece in zip(parts, pieces, strict=True):
+            piece.copy_(source.take(f"{prefix}{module}.{name}.weight", shape))
+
+    def stacked(*parts: _Part) -> Tensor:
         """One kind of weight over all layers; several parts are fused along their rows."""
-        rows = sum(shape[0] for _, shape in parts)
-        stack = torch.empty((config.num_hidden_layers, rows, *parts[0][1][1:]), dtype=runtime.dtype)
+        stack = torch.empty((layers, *_fused(parts)), dtype=runtime.dtype)
         for layer, target in enumerate(stack):
-            pieces = target.split([shape[0] for _, shape in parts])
-            for (name, shape), piece in zip(parts, pieces, strict=True):
-                piece.copy_(source.take(f"{prefix}layers.{layer}.{name}.weight", shape))
+            filled(target, f"layers.{layer}", parts)
+        return exporter(stack)
+
+    def stacked_experts(*parts: _Part) -> Tensor:
+        """The same over all layers and the experts of each."""
+        stack = torch.empty((layers, experts, *_fused(parts)), dtype=runtime.dtype)
+        for layer, targets in enumerate(stack):
+            for expert, target in enumerate(targets):
+                filled(target, f"layers.{layer}.mlp.experts.{expert}", parts)
         return exporter(stack)
 
     def single(name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=runtime.dtype)
         tensor.copy_(source.take(name, shape))
         return exporter(tensor)
+
+    def feed_forward() -> dict[str, Tensor]:
+        inner = config.moe_intermediate_size if experts else config.intermediate_size
+        gate, up, down = (inner, hidden), (inner, hidden), (hidden, inner)
+        if not experts:
+            return {
+                "w_gate_up": stacked(("mlp.gate_proj", gate), ("mlp.up_proj", up)),
+                "w_down": stacked(("mlp.down_proj", down)),
+            }
+        ranks = torch.arange(config.num_experts_per_tok, dtype=torch.int32)
+        norm = torch.tensor([config.norm_topk_prob], dtype=torch.int32)
+        return {
+            "router": stacked(("mlp.gate", (experts, hidden))),
+            "w_gate_up": stacked_experts(("gate_proj", gate), ("up_proj", up)),
+            "w_down": stacked_experts(("down_proj", down)),
+            "expert_ranks": exporter(ranks),
+            "norm_topk": exporter(norm),
+        }
 
     vocabulary = (config.vocab_size, hidden)
     embed = single(prefix + EMBEDDING, vocabulary)
@@ -120,8 +165,7 @@ def prepare(
         k_norm=stacked(("self_attn.k_norm", (head,))),
         wo=stacked(("self_attn.o_proj", (hidden, q_rows))),
         post_norm=stacked(("post_attention_layernorm", (hidden,))),
-        w_gate_up=stacked(("mlp.gate_proj", (inner, hidden)), ("mlp.up_proj", (inner, hidden))),
-        w_down=stacked(("mlp.down_proj", (hidden, inner))),
+        **feed_forward(),
         final_norm=single(f"{prefix}norm.weight", (hidden,)),
         lm_head=lm_head,
         rope_cos=exporter(cos),
@@ -130,16 +174,3 @@ def prepare(
     )
     source.finish()
     return weights
-
-
-def rope_tables(config: ModelConfig, max_seq_len: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, float32 [max_seq_len, D], both halves alike.
-
-    Position p turns pair i by p · theta^(−2i/D) (RoFormer, arXiv 2104.09864); the pairs are
-    dimension i and i + D/2, as in GPT-NeoX.
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
