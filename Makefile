@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := contracts producer worker tests tools benchmarks
+SOURCES := contracts producer worker tests tools benchmarks examples
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-light check format clean
