@@ -17,6 +17,7 @@ from tidemill_contracts.wire import (
     GenerationJob,
     GenerationResult,
     JobFailed,
+    RepetitionDetection,
     SamplingParams,
 )
 from tidemill_worker.batcher import Batcher
@@ -92,6 +93,136 @@ async def test_output_in_a_batch_is_output_alone(
         assert result.finish_reason == "length"
         assert result.usage.prompt_tokens == LENGTHS[i]
         assert result.usage.completion_tokens == 12
+
+
+def _mixed(seed: int = 3) -> list[GenerationJob]:
+    """32 ragged jobs with every sampling option in some of them."""
+    rng = random.Random(seed)
+    options: list[dict[str, object]] = [
+        {"temperature": 0},
+        {"temperature": 0, "repetition_penalty": 1.3},
+        {"temperature": 0, "frequency_penalty": 1.0, "presence_penalty": 0.5},
+        {"temperature": 1, "top_k": 20, "min_p": 0.05},
+        {"temperature": 2, "top_p": 0.8, "logit_bias": {3: 5.0, 9: -100.0}},
+        {"temperature": 1, "allowed_token_ids": list(range(50))},
+        {"temperature": 0, "min_tokens": 6, "ignore_eos": False, "stop_token_ids": [7, 8, 9]},
+        {"temperature": 1, "logprobs": 5, "logprob_token_ids": [1, 2]},
+        {"temperature": 0, "repetition_detection": RepetitionDetection(min_count=3)},
+        {"temperature": 1, "n": 3},
+    ]
+    return [
+        GenerationJob(
+            id=f"mixed-{i}",
+            prompt_token_ids=[rng.randrange(200) for _ in range(rng.randint(1, 70))],
+            sampling=SamplingParams(
+                **{"seed": i, "max_tokens": 10, "ignore_eos": True, **options[i % len(options)]}  # type: ignore[arg-type]
+            ),
+        )
+        for i in range(32)
+    ]
+
+
+def _what_counts(result: GenerationResult) -> dict[str, object]:
+    return {
+        name: getattr(result, name)
+        for name in ("token_ids", "finish_reason", "logprobs", "outputs", "sampling")
+    }
+
+
+async def test_32_rows_with_every_option_mixed_are_what_each_is_alone(tiny_model: Path) -> None:
+    jobs = _mixed()
+    async with batcher(tiny_model) as model:
+        alone = [await _generate(model, job) for job in jobs]
+    async with batcher(tiny_model, max_rows=16, max_step_tokens=48, kv_pages=60) as model:
+        together = await asyncio.gather(*(_generate(model, job) for job in jobs))
+    for job, one, other in zip(jobs, alone, together, strict=True):
+        first, second = _what_counts(one), _what_counts(other)
+        for name in ("token_ids", "finish_reason", "sampling"):
+            assert first[name] == second[name], (job.id, name)
+        assert [o.token_ids for o in one.outputs] == [o.token_ids for o in other.outputs]
+        for a, b in zip(one.logprobs or [], other.logprobs or [], strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert list(a.top) == list(b.top)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+async def test_a_cached_prefix_changes_no_token(tiny_model: Path, prefix_caching: bool) -> None:
+    stem = [random.Random(1).randrange(200) for _ in range(50)]
+    sampling = SamplingParams(temperature=1, seed=4, max_tokens=10, ignore_eos=True)
+    jobs = [
+        GenerationJob(prompt_token_ids=[*stem, i], sampling=sampling, cache_salt=salt)
+        for i, salt in ((1, ""), (2, ""), (1, ""), (1, "another tenant"))
+    ]
+    async with batcher(tiny_model, prefix_caching=prefix_caching) as model:
+        results = [await _generate(model, job) for job in jobs]
+    cached = [result.usage.cached_tokens for result in results]
+    assert cached == ([0, 48, 48, 0] if prefix_caching else [0, 0, 0, 0])
+    first, _, again, salted = results
+    assert first.token_ids == again.token_ids == salted.token_ids
+
+
+async def test_n_outputs_are_independent_and_seeded_one_by_one(tiny_model: Path) -> None:
+    def job(n: int) -> GenerationJob:
+        sampling = SamplingParams(temperature=2, seed=5, n=n, max_tokens=12, ignore_eos=True)
+        return GenerationJob(prompt_token_ids=[1, 2, 3], sampling=sampling)
+
+    async with batcher(tiny_model) as model:
+        one = await _generate(model, job(1))
+        four = await _generate(model, job(4))
+        again = await _generate(model, job(4))
+    assert one.outputs == []
+    assert len({tuple(output.token_ids) for output in four.outputs}) == 4
+    assert four.token_ids == four.outputs[0].token_ids == one.token_ids
+    assert [o.token_ids for o in again.outputs] == [o.token_ids for o in four.outputs]
+    assert four.usage.completion_tokens == 48
+    assert four.usage.prompt_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"logit_bias": {512: 1.0}}, ErrorCode.TOKEN_OUT_OF_RANGE),
+        ({"allowed_token_ids": [1, 10**6]}, ErrorCode.TOKEN_OUT_OF_RANGE),
+        ({"stop_token_ids": [512]}, ErrorCode.TOKEN_OUT_OF_RANGE),
+        ({"logprob_token_ids": [512]}, ErrorCode.TOKEN_OUT_OF_RANGE),
+        ({"stop": "text"}, ErrorCode.NO_TOKENIZER),
+        ({"bad_words": ["text"]}, ErrorCode.NO_TOKENIZER),
+        (
+            {"allowed_token_ids": [3], "stop_token_ids": [3], "min_tokens": 2},
+            ErrorCode.INVALID_JOB,
+        ),
+    ],
+)
+async def test_options_that_cannot_be_met_fail_their_job_only(
+    tiny_model: Path, options: dict[str, object], code: ErrorCode
+) -> None:
+    bad = GenerationJob(
+        prompt_token_ids=[1],
+        sampling=SamplingParams(**{"max_tokens": 4, **options}),  # type: ignore[arg-type]
+    )
+    async with batcher(tiny_model) as model:
+        neighbour = asyncio.create_task(_generate(model, _asking([5], 20)))
+        with pytest.raises(JobFailed) as caught:
+            await _generate(model, bad)
+        assert len((await neighbour).token_ids) == 20
+    assert caught.value.error.code == code
+
+
+async def test_the_result_says_what_sampling_was_in_effect(tiny_model: Path) -> None:
+    job = GenerationJob(
+        prompt_token_ids=[1], sampling=SamplingParams(top_k=-1, seed=9, max_tokens=1)
+    )
+    async with batcher(tiny_model) as model:
+        told = (await _generate(model, job)).sampling
+    # The tiny model's generation config: 0.6, 0.95, 20.
+    assert told == {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": 9,
+    }
 
 
 async def test_joining_late_changes_nothing(tiny_model: Path, alone: list[list[int]]) -> None:

@@ -51,6 +51,9 @@ def test_flags_and_environment_say_the_same() -> None:
     }
     assert flags == config_from_env(environment) == _parse([], environment)
     assert (flags.max_rows, flags.kv_pages, flags.burst) == (7, 9, True)
+    off = {"TIDEMILL_PREFIX_CACHING": "false"}
+    assert _parse(["--no-prefix-caching"]) == config_from_env(off) == _parse([], off)
+    assert not config_from_env(off).prefix_caching
 
 
 def test_flags_win_over_the_environment() -> None:

@@ -38,8 +38,10 @@ def _model(tmp_path: Path, **files: object) -> TextModel:
     return TextModel(tmp_path, load_config(tmp_path))
 
 
-def _streamed(model: TextModel, ids: list[int]) -> tuple[list[str], str]:
-    detokenizer = model.detokenizer()
+def _streamed(
+    model: TextModel, ids: list[int], *, skip_special_tokens: bool = True
+) -> tuple[list[str], str]:
+    detokenizer = model.detokenizer(skip_special_tokens)
     assert detokenizer is not None
     pieces = [detokenizer.append(token_id) for token_id in ids]
     return pieces, detokenizer.finish()
@@ -47,7 +49,7 @@ def _streamed(model: TextModel, ids: list[int]) -> tuple[list[str], str]:
 
 @given(texts)
 def test_text_goes_through_tokens_and_back(text: str) -> None:
-    ids = TEXT.encode(GenerationJob(prompt=text + "."))
+    ids = TEXT.encode(GenerationJob(prompt=text + ".")).token_ids
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text + "."
 
 
@@ -59,11 +61,11 @@ def test_pieces_concatenate_to_the_final_text(text: str) -> None:
     assert final == TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
-@given(st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=30))
-def test_any_tokens_give_the_text_that_the_tokenizer_gives(ids: list[int]) -> None:
+@given(st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=30), st.booleans())
+def test_any_tokens_give_the_text_that_the_tokenizer_gives(ids: list[int], skip: bool) -> None:
     # Random ids make broken UTF-8 of every kind.
-    _, final = _streamed(TEXT, ids)
-    assert final == TOKENIZER.decode(ids, skip_special_tokens=True)
+    _, final = _streamed(TEXT, ids, skip_special_tokens=skip)
+    assert final == TOKENIZER.decode(ids, skip_special_tokens=skip)
 
 
 def test_a_character_that_spans_tokens_is_held_back_until_it_is_whole() -> None:
@@ -85,6 +87,8 @@ def test_a_literal_replacement_character_does_not_stall_the_stream() -> None:
 def test_special_tokens_are_left_out_and_thinking_tags_are_not() -> None:
     ids = TOKENIZER.encode("<think>a</think>b<|im_end|>", add_special_tokens=False).ids
     assert _streamed(TEXT, ids)[1] == "<think>a</think>b"
+    kept = _streamed(TEXT, ids, skip_special_tokens=False)[1]
+    assert kept == "<think>a</think>b<|im_end|>"
 
 
 def test_ids_of_the_padded_vocabulary_have_no_text() -> None:
@@ -115,7 +119,7 @@ def test_a_conversation_is_rendered_as_chatml() -> None:
         ChatMessage(role="system", content="Be brief."),
         ChatMessage(role="user", content="<b>1 & 2</b>"),
     ]
-    assert TEXT.render(messages) == (
+    assert TEXT.render(GenerationJob(messages=messages)) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\n<b>1 & 2</b><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -124,11 +128,32 @@ def test_a_conversation_is_rendered_as_chatml() -> None:
 
 def test_without_a_tokenizer_token_ids_are_served_and_text_is_refused(tmp_path: Path) -> None:
     model = _model(tmp_path, tokenizer=None)
-    assert model.encode(GenerationJob(prompt_token_ids=[1, 2])) == [1, 2]
+    assert model.encode(GenerationJob(prompt_token_ids=[1, 2])).token_ids == [1, 2]
     assert model.detokenizer() is None
     with pytest.raises(JobFailed, match="prompt_token_ids") as caught:
         model.encode(GenerationJob(prompt="hello"))
     assert caught.value.error.code == ErrorCode.NO_TOKENIZER
+    with pytest.raises(JobFailed, match="bad_words") as caught:
+        model.token_ids_of("hello")
+    assert caught.value.error.code == ErrorCode.NO_TOKENIZER
+
+
+@pytest.mark.parametrize("text", ["the", "hello", " the", "\n", "ž", "<think>", "1"])
+def test_the_tokens_of_a_text_are_those_at_the_start_and_those_after_a_space(text: str) -> None:
+    def encoded(text: str) -> list[int]:
+        return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+    found = TEXT.token_ids_of(text)
+    assert found[0] == encoded(text)
+    if not text[0].isspace():
+        spaced = encoded(" " + text)
+        assert any(spaced[-len(ids) :] == ids for ids in found), "barred after a space"
+    assert len(found) == len({tuple(ids) for ids in found})
+    assert all(TOKENIZER.decode(ids).strip(" ") == text.strip(" ") for ids in found)
+
+
+def test_a_word_with_a_space_of_its_own_token_is_tokenised_both_ways() -> None:
+    assert len(TEXT.token_ids_of("the")) == 2
 
 
 def test_without_a_chat_template_conversations_are_refused(tmp_path: Path) -> None:

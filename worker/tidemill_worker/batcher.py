@@ -1,13 +1,12 @@
 """Between asyncio and the engine's thread: jobs in, results out.
 
-Tokenises off the event loop where a prompt is large, resolves what a job leaves open, hands the
-row to the engine and waits for it. The engine gathers the rows into batches.
+Tokenises off the event loop where a prompt is large, hands the job's rows to the engine and waits
+for them. The engine gathers the rows into batches.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from pathlib import Path
 
@@ -22,16 +21,15 @@ from tidemill_contracts.wire import (
     JobError,
     JobFailed,
     TidemillError,
-    Timings,
-    Usage,
 )
 from tidemill_worker.engine.engine import Engine, EngineStats
 from tidemill_worker.engine.pages import PagePool
-from tidemill_worker.engine.row import Row, RowSampling
+from tidemill_worker.engine.row import Row
 from tidemill_worker.engine.runner import ModelRunner
 from tidemill_worker.engine.scheduler import Scheduler
+from tidemill_worker.outputs import make_result, make_rows
 from tidemill_worker.settings import WorkerConfig
-from tidemill_worker.text import TextModel
+from tidemill_worker.text import Prompt, TextModel
 
 DEMO_MODEL = "demo"
 _INLINE_CHARACTERS = 16_384
@@ -60,6 +58,7 @@ class Batcher:
             max_rows=config.max_rows,
             max_step_tokens=config.max_step_tokens,
             max_model_len=runner.runtime.max_seq_len,
+            prefix_caching=config.prefix_caching,
         )
         self._engine = Engine(
             runner,
@@ -115,78 +114,49 @@ class Batcher:
             )
         if job.deadline is not None and job.deadline <= time.time():
             raise _failed(ErrorCode.EXPIRED, "The deadline passed before the job was started")
-        row = await self._make_row(job, job_id, enqueued_at)
-        future = self._waiting[row] = self._loop.create_future()
-        self._engine.submit(row)
+        prompt = await self._encode(job)
+        rows = make_rows(
+            job,
+            job_id,
+            prompt,
+            self.text,
+            max_tokens=self._max_tokens(job, len(prompt.token_ids)),
+            enqueued_at=enqueued_at,
+        )
+        await self._run(rows)
+        return make_result(job, job_id, self.model_name, prompt, rows)
+
+    async def _run(self, rows: list[Row]) -> None:
+        """Runs rows to their end; where the caller is cancelled, all of them leave."""
+        for row in rows:
+            self._waiting[row] = self._loop.create_future()
+            self._engine.submit(row)
         try:
-            await future
+            await asyncio.gather(*(self._waiting[row] for row in rows))
         except asyncio.CancelledError:
-            self._engine.abort(row)
+            for row in rows:
+                self._engine.abort(row)
             raise
         finally:
-            self._waiting.pop(row, None)
-        if row.error is not None:
-            raise JobFailed(row.error)
-        return self._result(row)
+            for row in rows:
+                self._waiting.pop(row, None)
 
-    async def _make_row(self, job: GenerationJob, job_id: str, enqueued_at: float) -> Row:
+    async def _encode(self, job: GenerationJob) -> Prompt:
         if _characters(job) > _INLINE_CHARACTERS:
-            ids = await asyncio.to_thread(self.text.encode, job)
-        else:
-            ids = self.text.encode(job)
+            return await asyncio.to_thread(self.text.encode, job)
+        return self.text.encode(job)
+
+    def _max_tokens(self, job: GenerationJob, prompt_len: int) -> int:
+        """Tokens to generate at most. Raises `JobFailed` where that can never fit."""
         max_tokens = job.sampling.max_tokens
         if max_tokens is None:
             # The job did not ask for a length, so it gets as much as there is room for.
-            room = self._scheduler.capacity - len(ids)
+            room = self._scheduler.capacity - prompt_len
             max_tokens = max(1, min(self.config.default_max_tokens, room))
-        refusal = self._scheduler.refusal(len(ids), max_tokens)
+        refusal = self._scheduler.refusal(prompt_len, max_tokens)
         if refusal is not None:
             raise JobFailed(refusal)
-        return Row(
-            id=job_id,
-            token_ids=ids,
-            max_len=len(ids) + max_tokens,
-            sampling=self._sampling(job),
-            eos_token_ids=(frozenset() if job.sampling.ignore_eos else self.text.eos_token_ids),
-            detokenizer=self.text.detokenizer(),
-            priority=job.priority,
-            deadline=job.deadline,
-            enqueued_at=enqueued_at,
-        )
-
-    def _sampling(self, job: GenerationJob) -> RowSampling:
-        """The job's sampling, completed by the model's generation config."""
-        asked, defaults = job.sampling, self.text.defaults
-        temperature = asked.temperature
-        if temperature is None:
-            temperature = defaults.temperature if defaults.do_sample else 0.0
-        top_p = defaults.top_p if asked.top_p is None else asked.top_p
-        top_k = defaults.top_k if asked.top_k is None else asked.top_k
-        return RowSampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=max(0, top_k),
-            seed=secrets.randbits(63) if asked.seed is None else asked.seed,
-        )
-
-    def _result(self, row: Row) -> GenerationResult:
-        def since_enqueued(at: float) -> float:
-            return round(max(0.0, at - row.enqueued_at) * 1000, 3)
-
-        assert row.finish_reason is not None
-        return GenerationResult(
-            id=row.id,
-            model=self.model_name,
-            text=row.detokenizer.finish() if row.detokenizer is not None else None,
-            token_ids=list(row.output_token_ids),
-            finish_reason=row.finish_reason,
-            usage=Usage(prompt_tokens=row.prompt_len, completion_tokens=row.known - row.prompt_len),
-            timings=Timings(
-                queued_ms=since_enqueued(row.scheduled_at),
-                first_token_ms=since_enqueued(row.first_token_at),
-                total_ms=since_enqueued(row.finished_at),
-            ),
-        )
+        return max_tokens
 
     def _initialise_engine(self) -> None:
         # OpenMP's thread count belongs to the calling thread, so the engine's own must set it.
@@ -241,7 +211,9 @@ def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel]:
 
 
 def _characters(job: GenerationJob) -> int:
-    return len(job.prompt or "") + sum(len(message.content) for message in job.messages or [])
+    messages = job.messages or []
+    texts = [text for m in messages for text in (m.content, m.reasoning_content) if text]
+    return len(job.prompt or "") + sum(map(len, texts))
 
 
 def _failed(code: ErrorCode, message: str) -> JobFailed:

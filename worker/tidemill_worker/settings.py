@@ -74,6 +74,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Pages of KV cache; from the free memory by default."),
     ] = None
+    prefix_caching: Annotated[
+        bool, Meta(description="Share the KV cache of common prefixes between jobs.")
+    ] = True
     default_max_tokens: Annotated[
         int, Meta(ge=1, description="Tokens to generate where a job does not say.")
     ] = 1024
@@ -131,6 +134,8 @@ def config_options(command: Command) -> Command:
     for field in reversed(msgspec.structs.fields(WorkerConfig)):
         kind, description = _option_type(field.type)
         flag = "--redis" if field.name == "redis_url" else "--" + field.name.replace("_", "-")
+        if field.default is True:
+            flag = f"{flag}/--no-{flag[2:]}"
         command = click.option(
             flag,
             field.name,

@@ -8,38 +8,75 @@ jobs then bring token ids, and results have no text.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jinja2
 import msgspec
-from jinja2.ext import loopcontrols
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from tidemill_contracts.models.config import ModelConfig
 from tidemill_contracts.models.errors import CheckpointError
-from tidemill_contracts.wire import ChatMessage, ErrorCode, GenerationJob, JobError, JobFailed
+from tidemill_contracts.wire import (
+    ChatMessage,
+    ChatOptions,
+    ErrorCode,
+    GenerationJob,
+    JobError,
+    JobFailed,
+)
+from tidemill_worker.chat import ThinkBlock, json_object, think_block
 from tidemill_worker.engine.detokenizer import Detokenizer
 
 _T = TypeVar("_T")
 
 
-class GenerationDefaults(msgspec.Struct, frozen=True):
-    """What ``generation_config.json`` says where a job says nothing."""
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model is given to go on from."""
 
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    token_ids: list[int]
+    think_block: ThinkBlock = ThinkBlock.ABSENT
+    """Of a chat; a raw prompt's is not looked for."""
+
+    @property
+    def thinking_open(self) -> bool:
+        """Whether the output begins inside a think block."""
+        return self.think_block is ThinkBlock.OPEN
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True):
+    """What ``generation_config.json`` says where a job says nothing; ``None`` is not a word."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     eos_token_id: int | list[int] | None = None
+
+
+_Token = str | dict[str, object] | None
+"""A token's text, or an object that has it as its ``content``."""
 
 
 class _TokenizerConfig(msgspec.Struct, frozen=True):
     chat_template: str | list[dict[str, str]] | None = None
-    eos_token: str | dict[str, object] | None = None
+    bos_token: _Token = None
+    eos_token: _Token = None
+    pad_token: _Token = None
+    unk_token: _Token = None
+
+    def token(self, name: str) -> str | None:
+        token = getattr(self, name)
+        content = token.get("content") if isinstance(token, dict) else token
+        return content if isinstance(content, str) else None
 
 
 class TextModel:
@@ -51,8 +88,19 @@ class TextModel:
         self.defaults = _read(model_dir / "generation_config.json", GenerationDefaults)
         tokenizer_config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
         self.tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
-        self._token_bytes = _token_bytes(self.tokenizer) if self.tokenizer else []
-        self._template = _load_template(model_dir, tokenizer_config)
+        self._token_bytes, self._text_bytes = _token_bytes(self.tokenizer)
+        sources = _template_sources(model_dir, tokenizer_config)
+        self._templates = {
+            name: _compile_template(source, model_dir) for name, source in sources.items()
+        }
+        self.switches_thinking = any(map(_switches_thinking, sources.values()))
+        """Whether the chat template knows ``enable_thinking``, as those of models do that think
+        or not as they are told."""
+        self._special_tokens = {
+            name: token
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (token := tokenizer_config.token(name)) is not None
+        }
         self.eos_token_ids = self._find_eos(config, tokenizer_config)
 
     def _find_eos(self, config: ModelConfig, tokenizer_config: _TokenizerConfig) -> frozenset[int]:
@@ -60,20 +108,23 @@ class TextModel:
         eos = set(config.eos_token_ids)
         declared = self.defaults.eos_token_id
         eos.update([declared] if isinstance(declared, int) else declared or [])
-        token = tokenizer_config.eos_token
-        content = token.get("content") if isinstance(token, dict) else token
-        if self.tokenizer is not None and isinstance(content, str):
-            token_id = self.tokenizer.token_to_id(content)
+        token = tokenizer_config.token("eos_token")
+        if self.tokenizer is not None and token is not None:
+            token_id = self.tokenizer.token_to_id(token)
             if token_id is not None:
                 eos.add(token_id)
         return frozenset(eos)
 
-    def encode(self, job: GenerationJob) -> list[int]:
+    def encode(self, job: GenerationJob) -> Prompt:
         """The job's prompt as token ids.
 
         Releases the GIL while it tokenises. Raises `JobFailed` where the prompt is empty, a
-        token id is not in the vocabulary, the chat template refuses, or there is no tokenizer.
+        token id is not in the vocabulary, the chat template refuses, there is no tokenizer, or
+        chat options come without a chat.
         """
+        if job.messages is None and job.chat != ChatOptions():
+            _fail(ErrorCode.INVALID_JOB, "Chat options need `messages` - at `$.chat`")
+        block = ThinkBlock.ABSENT
         if job.prompt_token_ids is not None:
             ids = list(job.prompt_token_ids)
             largest = max(ids, default=0)
@@ -84,37 +135,70 @@ class TextModel:
                     f" - at `$.prompt_token_ids[{ids.index(largest)}]`",
                 )
         else:
-            text = self.render(job.messages) if job.messages is not None else job.prompt or ""
-            if self.tokenizer is None:
-                _fail(
-                    ErrorCode.NO_TOKENIZER,
-                    "The model directory has no tokenizer.json: send `prompt_token_ids`",
-                )
-            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+            text = self.render(job)
+            if job.messages is not None:
+                block = think_block(text)
+            ids = self._tokenise(text, "send `prompt_token_ids`")
         if not ids:
             _fail(ErrorCode.EMPTY_PROMPT, "The prompt has no tokens")
-        return ids
+        return Prompt(token_ids=ids, think_block=block)
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The conversation as text, up to where the assistant speaks. Raises `JobFailed`."""
-        if self._template is None:
+    def render(self, job: GenerationJob) -> str:
+        """The job's prompt as text: the conversation up to where the assistant speaks.
+
+        The template is given what Hugging Face's ``apply_chat_template`` gives it. Empty for a job
+        of token ids. Raises `JobFailed` where there is no template, or it refuses.
+        """
+        if job.messages is None:
+            return job.prompt or ""
+        tools = [{"type": tool.type, "function": tool.function} for tool in job.chat.tools]
+        template = self._templates.get("default")
+        if tools:
+            template = self._templates.get("tool_use", template)
+        if template is None:
             _fail(
                 ErrorCode.NO_TOKENIZER,
                 "The model directory has no chat template: send `prompt` or `prompt_token_ids`",
             )
-        if not messages:
+        if not job.messages:
             _fail(ErrorCode.EMPTY_PROMPT, "The conversation has no messages - at `$.messages`")
+        variables: dict[str, Any] = dict(self._special_tokens)
+        if job.chat.enable_thinking is not None:
+            variables["enable_thinking"] = job.chat.enable_thinking
         try:
-            return self._template.render(
-                messages=[msgspec.to_builtins(message) for message in messages],
+            return template.render(
+                variables,
+                messages=[_message(message) for message in job.messages],
+                tools=tools or None,
+                documents=None,
                 add_generation_prompt=True,
             )
         except Exception as error:  # a template is someone else's code: it may raise anything
             _fail(ErrorCode.TEMPLATE_FAILED, f"The chat template refused the messages: {error}")
 
-    def detokenizer(self) -> Detokenizer | None:
-        """A fresh detokenizer that skips special tokens; ``None`` without a tokenizer."""
-        return Detokenizer(self._token_bytes) if self.tokenizer is not None else None
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer | None:
+        """A fresh detokenizer; ``None`` without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(self._text_bytes if skip_special_tokens else self._token_bytes)
+
+    def token_ids_of(self, text: str) -> list[list[int]]:
+        """The tokenisations with which `text` may stand in an output: at its start, and after a
+        space, where that makes other tokens (as vLLM does it for its ``bad_words``).
+
+        A text that begins with white space has one. Raises `JobFailed` without a tokenizer.
+        """
+        plain = self._tokenise(text, "texts such as `$.sampling.bad_words` have no tokens")
+        if text[:1].isspace():
+            return [plain]
+        spaced = self._tokenise(" " + text, "")
+        # Where the space is a token by itself, the plain sequence already stands in the other.
+        return [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
+
+    def _tokenise(self, text: str, otherwise: str) -> list[int]:
+        if self.tokenizer is None:
+            _fail(ErrorCode.NO_TOKENIZER, f"The model directory has no tokenizer.json: {otherwise}")
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _fail(code: ErrorCode, message: str) -> NoReturn:
@@ -146,49 +230,109 @@ def _load_tokenizer(path: Path) -> Tokenizer | None:
     return tokenizer
 
 
-def _load_template(model_dir: Path, config: _TokenizerConfig) -> jinja2.Template | None:
+def _message(message: ChatMessage) -> dict[str, Any]:
+    """A turn as templates expect it: without what is not set, and arguments as objects."""
+    given = msgspec.to_builtins(message)
+    plain = {name: value for name, value in given.items() if value not in (None, [])}
+    calls = []
+    for call in message.tool_calls:
+        arguments = call.function.arguments
+        if isinstance(arguments, str):
+            parsed = json_object(arguments)
+            arguments = arguments if parsed is None else parsed
+        function = {"name": call.function.name, "arguments": arguments}
+        named = {} if call.id is None else {"id": call.id}
+        calls.append({**named, "type": call.type, "function": function})
+    if calls:
+        plain["tool_calls"] = calls
+    return plain
+
+
+def _template_sources(model_dir: Path, config: _TokenizerConfig) -> dict[str, str]:
+    """The chat templates by name: ``default``, and sometimes ``tool_use`` for jobs with tools."""
     path = model_dir / "chat_template.jinja"
     source = path.read_text("utf-8") if path.exists() else config.chat_template
-    if isinstance(source, list):  # several named templates: take the one for chat
-        source = next((t["template"] for t in source if t.get("name") == "default"), None)
-    if source is None:
-        return None
-    # A template is code from the model's publisher: it runs sandboxed, with the settings and
-    # the functions that Hugging Face's templates expect.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    if isinstance(source, list):
+        return {
+            each["name"]: each["template"] for each in source if {"name", "template"} <= {*each}
+        }
+    return {} if source is None else {"default": source}
+
+
+def _compile_template(source: str, model_dir: Path) -> jinja2.Template:
     try:
-        return environment.from_string(source)
+        return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"{model_dir}: the chat template is broken: {error}") from error
 
 
-def _tojson(value: object, indent: int | None = None) -> str:
+def _switches_thinking(source: str) -> bool:
+    return "enable_thinking" in meta.find_undeclared_variables(_environment().parse(source))
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    # A template is code from the model's publisher: it runs sandboxed, with the settings and
+    # the functions that Hugging Face's templates expect.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}``: marks the assistant's words for training, and means nothing here."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # jinja2's own filter escapes HTML, which a prompt must not have.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes of every token id; empty for special tokens, which the text leaves out."""
+def _token_bytes(tokenizer: Tokenizer | None) -> tuple[list[bytes], list[bytes]]:
+    """The bytes of every token id, and again with none for the special tokens."""
+    if tokenizer is None:
+        return [], []
     to_byte = {char: byte for byte, char in enumerate(_byte_alphabet())}
-    table = [b""] * tokenizer.get_vocab_size(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()
-    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token_id >= len(table):
-            table.extend([b""] * (token_id + 1 - len(table)))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
         if token_id in added:
-            table[token_id] = b"" if added[token_id].special else token.encode()
+            table[token_id] = token.encode()
         else:
             table[token_id] = bytes(to_byte[char] for char in token)
-    return table
+    without_special = list(table)
+    for token_id, added_token in added.items():
+        if added_token.special:
+            without_special[token_id] = b""
+    return table, without_special
 
 
 def _byte_alphabet() -> list[str]:

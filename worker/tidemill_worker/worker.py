@@ -459,6 +459,7 @@ class TidemillWorker(Worker):
             row_steps=stats.row_steps,
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
+            cached_tokens=stats.cached_tokens,
             jobs_done=self.jobs_complete,
             jobs_failed=self.jobs_failed,
             started_at=self._started_at,

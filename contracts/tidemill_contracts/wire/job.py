@@ -6,7 +6,7 @@ answer. Limits are part of the contract, so that a producer refuses before it wr
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,14 +18,34 @@ MAX_JOB_BYTES = 8 * 1024 * 1024
 MAX_PROMPT_TOKENS = 1_048_576
 MAX_MESSAGES = 4_096
 MAX_TOKEN_ID = 2**31 - 1
+MAX_OUTPUTS = 64
+MAX_LOGPROBS = 128
+MAX_STOPS = 32
+MAX_STOP_CHARACTERS = 256
+MAX_LISTED_TOKENS = 4_096
+"""Entries of a list of token ids, or of a map from them."""
 
 JobId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
 """Printable ASCII without spaces: the id becomes part of Redis keys."""
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 
 
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ends a row that writes the same over and over."""
+
+    max_pattern: Annotated[int, Meta(ge=1, le=256)] = 64
+    """Longest pattern to look for, in tokens."""
+    min_count: Annotated[int, Meta(ge=2, le=1_000)] = 8
+    """How often it must stand at the end of the output, without a gap."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to choose each next token. ``None`` means: as the model's generation config says."""
+    """How to choose each next token, and when to end. ``None`` means: as the model's generation
+    config says.
+
+    The order is: penalties, `logit_bias`, `allowed_token_ids`, `bad_words` and `min_tokens`, then
+    temperature, `min_p`, `top_k`, `top_p`, then the draw.
+    """
 
     temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
     """0 is greedy."""
@@ -33,19 +53,112 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sample from the smallest set of tokens whose probabilities reach this sum."""
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKEN_ID)] | None = None
     """Sample from this many most likely tokens; 0 or -1 for all of them."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Leave out tokens less likely than this share of the likeliest one."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     """A seeded job draws the same tokens whatever it is batched with."""
+    n: Annotated[int, Meta(ge=1, le=MAX_OUTPUTS)] = 1
+    """Independent outputs; output i of a seeded job is seeded by seed and i."""
+
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    """Taken from the logit of every token that the output holds."""
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    """Taken from a token's logit for each time that the output holds it."""
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    """Divides positive logits, and multiplies negative ones, of every token in prompt or output."""
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LISTED_TOKENS)
+    ] = {}
+    """Added to the logits of these tokens."""
+    allowed_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LISTED_TOKENS)] | None
+    ) = None
+    """Sample from these tokens only."""
+    bad_words: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
+        Meta(max_length=MAX_STOPS),
+    ] = []
+    """Texts that the output must not contain; a word's last token is barred after the others."""
+
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_PROMPT_TOKENS)] | None = None
     """Most tokens to generate; ``None`` takes the worker's default, clamped to the context."""
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_PROMPT_TOKENS)] = 0
+    """No end-of-sequence or stop token, and no stop text, before so many tokens."""
+    stop: (
+        Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+        | Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
+            Meta(max_length=MAX_STOPS),
+        ]
+    ) = []
+    """The output ends where one of these texts begins."""
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LISTED_TOKENS)] = []
+    include_stop_str_in_output: bool = False
+    """Keep the stop text at the end of the output."""
     ignore_eos: bool = False
     """Go on to `max_tokens`, past every end-of-sequence token."""
+    repetition_detection: RepetitionDetection | None = None
+
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Give each token's log probability, and those of this many likeliest ones."""
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROBS)] = []
+    """Give the log probabilities of these tokens at each place: cheap scoring of labels."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    @property
+    def stops(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the assistant asks to be called, as the OpenAI chat API writes it."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: str | dict[str, Any] = {}
+    """As an object, or as its JSON text."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One call that an earlier assistant turn made."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str
+    content: str | None = None
+    """``None`` only where an assistant turn makes tool calls."""
+    reasoning_content: str | None = None
+    """What the assistant thought in this turn; templates drop it from all but the last turns."""
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] = []
+    tool_call_id: str | None = None
+    """Which call a tool's turn answers."""
+
+    def __post_init__(self) -> None:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("A message needs `content`, or `tool_calls`")
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may ask to be called: OpenAI's ``{"type": "function", …}``."""
+
+    function: dict[str, Any]
+    """Name, description and JSON Schema of the parameters, passed on to the chat template."""
+    type: Literal["function"] = "function"
+
+
+class ChatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the chat template is told besides the messages."""
+
+    enable_thinking: bool | None = None
+    """Qwen3's hard switch; ``None`` leaves it to the template, which thinks where it can."""
+    tools: Annotated[list[Tool], Meta(max_length=128)] = []
 
 
 class GenerationJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,12 +172,16 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Text that is tokenised as it stands, without a chat template."""
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     """A conversation for the model's chat template."""
+    chat: ChatOptions = ChatOptions()
+    """Only with `messages`."""
     prompt_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_PROMPT_TOKENS)] | None = None
     sampling: SamplingParams = SamplingParams()
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Each step up counts as a minute of having waited already."""
     deadline: Annotated[float, Meta(ge=0, le=1e11)] | None = None
     """When the answer stops being useful, in seconds since the Unix epoch."""
+    cache_salt: Annotated[str, Meta(max_length=128)] = ""
+    """Share cached prefixes only with jobs of the same salt, a tenant's name for instance."""
     metadata: Annotated[
         dict[
             Annotated[str, Meta(min_length=1, max_length=64)],

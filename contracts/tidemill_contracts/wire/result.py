@@ -5,16 +5,17 @@ Unlike jobs, results may gain fields: a reader ignores those that it does not kn
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from tidemill_contracts.wire.errors import JobError, JobFailed
 from tidemill_contracts.wire.job import SCHEMA_VERSION
 
-FinishReason = Literal["stop", "length", "deadline"]
-"""``stop``: an end-of-sequence token; ``length``: `max_tokens` or the context is used up;
-``deadline``: the job's deadline passed while it ran, and this is what there was."""
+FinishReason = Literal["stop", "length", "deadline", "repetition"]
+"""``stop``: an end-of-sequence token, a stop token or a stop text; ``length``: `max_tokens` or the
+context is used up; ``deadline``: the job's deadline passed while it ran, and this is what there
+was; ``repetition``: the output repeated itself."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +23,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     completion_tokens: int
+    """Of all outputs together."""
+    cached_tokens: int = 0
+    """Of the prompt, those whose K and V another job had computed already."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,18 +43,54 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Until the last token was sampled."""
 
 
-class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The one result of a job that succeeded."""
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log probabilities at one place of the output, before temperature and filters."""
 
-    id: str
-    model: str
+    logprob: float
+    """Of the token that stands there."""
+    top: dict[int, float] = {}
+    """Of the likeliest tokens, the likeliest first."""
+    listed: dict[int, float] = {}
+    """Of the job's `logprob_token_ids`."""
+
+
+class ParsedToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call that the model asks for."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One output of a job."""
+
     text: str | None
-    """The generated text without special tokens; ``None`` where the model has no tokenizer."""
+    """The generated text; ``None`` where the model has no tokenizer."""
     token_ids: list[int]
     """The generated ids, the end-of-sequence token included where one ended the job."""
     finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    """The stop text, or the stop token's id, that ended the output."""
+    reasoning: str | None = None
+    """Of a chat: what the model thought, without the tags."""
+    content: str | None = None
+    """Of a chat: what it answered, without thoughts and tool calls."""
+    tool_calls: list[ParsedToolCall] = []
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a generated token, where the job asked for them."""
+
+
+class GenerationResult(Completion, frozen=True, kw_only=True):
+    """The one result of a job that succeeded: its first output, and what all have in common."""
+
+    id: str
+    model: str
     usage: Usage
     timings: Timings
+    sampling: dict[str, Any] = {}
+    """The effective sampling: what the job left open, filled in."""
+    outputs: list[Completion] = []
+    """Every output, the first included, where the job asked for more than one."""
     schema_version: int = SCHEMA_VERSION
 
 

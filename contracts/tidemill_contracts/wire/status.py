@@ -28,6 +28,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Rows summed over steps: ``row_steps / (steps · max_rows)`` is the batch occupancy."""
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache saved from being computed."""
     jobs_done: int
     jobs_failed: int
     started_at: float

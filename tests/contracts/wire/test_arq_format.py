@@ -116,7 +116,7 @@ def test_a_result_with_fields_of_a_later_version_is_read() -> None:
     record = msgspec.msgpack.decode(
         encode_result_record(RESULT, success=True, job_id="job", queue_name="q")
     )
-    record["r"]["logprobs"] = [0.5]
+    record["r"]["energy_joules"] = 0.5
     record["new"] = 1
     assert decode_outcome(msgspec.msgpack.encode(record), "job").unwrap() == RESULT
 

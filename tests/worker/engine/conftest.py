@@ -112,7 +112,6 @@ def make_row(
         token_ids=list(prompt),
         max_len=len(prompt) + max_tokens,
         sampling=GREEDY,
-        eos_token_ids=frozenset(),
         **fields,  # type: ignore[arg-type]
     )
 

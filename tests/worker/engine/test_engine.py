@@ -163,7 +163,7 @@ def test_a_token_of_the_end_set_stops_the_row_and_is_kept() -> None:
     bench = Bench()
     output = expected_tokens([3, 1], 10)
     row = make_row([3, 1], 10)
-    row.eos_token_ids = frozenset({output[4]})
+    row.end_token_ids = frozenset({output[4]})
     bench.add(row)
     bench.run()
     assert row.finish_reason == "stop"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -12,19 +17,24 @@ from transformers.generation.logits_process import (
 
 from tests.worker.engine.conftest import make_row
 from tidemill_worker.engine import sampler
+from tidemill_worker.engine.adjust import adjust
 from tidemill_worker.engine.row import Row, RowSampling
 
 
-def _row(seed: int = 0, generated: int = 0, **fields: float) -> Row:
+def _row(seed: int = 0, generated: int = 0, **fields: Any) -> Row:
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **fields}
     row = make_row([1, 2], 1_000)
-    row.sampling = RowSampling(seed=seed, **sampling)  # type: ignore[arg-type]
+    row.sampling = RowSampling(seed=seed, **sampling)
     row.token_ids += [0] * generated
     return row
 
 
 def _logits(rows: int, vocabulary: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def _tokens(logits: torch.Tensor, rows: list[Row]) -> list[int]:
+    return [sampled.token_id for sampled in sampler.sample(logits.clone(), rows)]
 
 
 def _probabilities(logits: torch.Tensor, sampling: list[RowSampling]) -> torch.Tensor:
@@ -38,7 +48,7 @@ def test_temperature_zero_and_top_k_one_take_the_largest() -> None:
     logits = _logits(3, 500)
     best = logits.argmax(dim=1).tolist()
     rows = [_row(temperature=0.0), _row(top_k=1), _row(temperature=0.0, top_p=0.1)]
-    assert sampler.sample(logits, rows) == best
+    assert _tokens(logits, rows) == best
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
@@ -84,7 +94,7 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
 
 def test_a_seeded_row_draws_the_same_whatever_its_neighbours() -> None:
     logits = _logits(1, 2_000)
-    alone = [sampler.sample(logits, [_row(seed=7, generated=n)])[0] for n in range(20)]
+    alone = [_tokens(logits, [_row(seed=7, generated=n)])[0] for n in range(20)]
     neighbours = _logits(3, 2_000, seed=2)
     for n in range(20):
         batch = torch.cat([neighbours[:2], logits, neighbours[2:]])
@@ -94,7 +104,7 @@ def test_a_seeded_row_draws_the_same_whatever_its_neighbours() -> None:
             _row(seed=7, generated=n),
             _row(seed=7, top_p=0.3),
         ]
-        assert sampler.sample(batch, rows)[2] == alone[n]
+        assert _tokens(batch, rows)[2] == alone[n]
     assert len(set(alone)) > 5, "the draws of one seed differ from token to token"
 
 
@@ -102,7 +112,7 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     count = 4_000
     rows = [_row(seed=n) for n in range(count)]
-    drawn = torch.bincount(torch.tensor(sampler.sample(logits.expand(count, 4), rows)), minlength=4)
+    drawn = torch.bincount(torch.tensor(_tokens(logits.expand(count, 4), rows)), minlength=4)
     torch.testing.assert_close(drawn / count, logits.softmax(dim=1)[0], atol=0.03, rtol=0.0)
 
 
@@ -124,4 +134,140 @@ def test_nan_and_infinite_rows_are_found() -> None:
 
 def test_an_extreme_temperature_does_not_overflow() -> None:
     logits = torch.tensor([[1e4, -1e4, 9_999.0]])
-    assert sampler.sample(logits, [_row(temperature=1e-4)]) == [0]
+    assert _tokens(logits, [_row(temperature=1e-4)]) == [0]
+
+
+@pytest.mark.parametrize("min_p", [0.001, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("vocabulary", [50, 3_000])
+def test_min_p_leaves_what_transformers_leaves(min_p: float, vocabulary: int) -> None:
+    logits = _logits(4, vocabulary)
+    expected = MinPLogitsWarper(min_p)(None, logits).softmax(dim=1)
+    sampling = [_row(min_p=min_p).sampling] * 4
+    torch.testing.assert_close(_probabilities(logits, sampling), expected, atol=1e-6, rtol=1e-4)
+
+
+def test_min_p_then_top_k_then_top_p() -> None:
+    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0]])
+    # min_p 0.04 leaves four tokens, top_k three of them; these hold 67%, 24% and 9%.
+    sampling = [_row(min_p=0.04, top_k=3, top_p=0.9).sampling]
+    kept = (_probabilities(logits, sampling) > 0)[0].tolist()
+    assert kept == [True, True, False, False, False]
+
+
+def _adjusted(row: Row, logits: torch.Tensor) -> torch.Tensor:
+    logits = logits.clone()
+    adjust(logits, [row])
+    return logits
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
+def test_repetition_penalty_is_over_prompt_and_output_as_in_transformers(penalty: float) -> None:
+    logits = _logits(1, 100)
+    row = _row(repetition_penalty=penalty)
+    row.token_ids += [7, 7, 90]
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([row.token_ids]), logits)
+    torch.testing.assert_close(_adjusted(row, logits), expected)
+
+
+def test_presence_and_frequency_penalties_are_over_the_output_only() -> None:
+    logits = torch.zeros(1, 10)
+    row = _row(presence_penalty=0.5, frequency_penalty=0.25)
+    assert row.token_ids == [1, 2], "the prompt"
+    row.token_ids += [4, 4, 4, 5]
+    adjusted = _adjusted(row, logits)[0]
+    assert adjusted[4] == -0.5 - 3 * 0.25
+    assert adjusted[5] == -0.5 - 0.25
+    assert adjusted[[0, 1, 2, 3, 6]].abs().sum() == 0
+    fresh = _row(presence_penalty=0.5, frequency_penalty=0.25)
+    assert _adjusted(fresh, logits).abs().sum() == 0, "the first step has no output yet"
+
+
+def test_penalties_are_the_same_after_a_preemption() -> None:
+    # They depend on the tokens alone, which a preemption keeps.
+    row = _row(presence_penalty=1.0, repetition_penalty=1.2, generated=3)
+    before = _adjusted(row, _logits(1, 50))
+    row.computed = 0
+    torch.testing.assert_close(_adjusted(row, _logits(1, 50)), before)
+
+
+def test_logit_bias_and_allowed_tokens() -> None:
+    logits = torch.zeros(1, 6)
+    row = _row(logit_bias={3: 2.5, 0: -1.0}, allowed_token_ids=[3, 4])
+    assert _adjusted(row, logits)[0].tolist() == [-torch.inf] * 3 + [2.5, 0.0, -torch.inf]
+
+
+def test_bad_words_bar_their_last_token_after_the_others_as_in_transformers() -> None:
+    logits = _logits(1, 30)
+    words = [[9], [4, 5], [4, 4, 6], [2, 7]]
+    row = _row(bad_words=words)
+    row.token_ids += [4, 4]
+    barred = NoBadWordsLogitsProcessor(words)(torch.tensor([row.token_ids]), logits)
+    torch.testing.assert_close(_adjusted(row, logits), barred)
+    assert torch.isinf(barred[0]).nonzero()[:, 0].tolist() == [5, 6, 9]
+
+
+def test_a_bad_word_that_the_prompt_begins_is_not_barred() -> None:
+    row = _row(bad_words=[[2, 7]])
+    assert row.token_ids[-1] == 2
+    assert not torch.isinf(_adjusted(row, _logits(1, 30))).any()
+
+
+def test_end_tokens_are_barred_until_there_are_enough_tokens() -> None:
+    row = _row()
+    row.end_token_ids, row.min_tokens = frozenset({3, 8}), 2
+    for generated, barred in ((0, [3, 8]), (1, [3, 8]), (2, [])):
+        row.token_ids = [1, 2] + [0] * generated
+        assert torch.isinf(_adjusted(row, _logits(1, 10))[0]).nonzero()[:, 0].tolist() == barred
+
+
+def test_options_of_one_row_do_not_touch_its_neighbours() -> None:
+    logits = _logits(5, 400)
+    rows = [
+        _row(seed=1),
+        _row(seed=2, logit_bias={5: 50.0}),
+        _row(seed=3, presence_penalty=2.0, generated=9),
+        _row(seed=4, allowed_token_ids=[7]),
+        _row(seed=5, bad_words=[[1]], min_p=0.2, top_k=7, repetition_penalty=1.5),
+    ]
+    alone = [_tokens(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    assert _tokens(logits, rows) == alone
+    assert alone[1] == 5
+    assert alone[3] == 7
+
+
+def test_a_row_whose_options_bar_every_token_is_told_and_hurts_nobody() -> None:
+    rows = [_row(temperature=0.0), _row(allowed_token_ids=[3], bad_words=[[3]])]
+    logits = _logits(2, 10)
+    first, second = sampler.sample(logits.clone(), rows)
+    assert first.token_id == int(logits[0].argmax())
+    assert second.token_id == -1
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    logits = _logits(3, 200)
+    rows = [
+        _row(temperature=0.0, logprobs=3, logit_bias={9: 100.0}),
+        _row(logprobs=0, seed=3),
+        _row(logprob_token_ids=[4, 2], temperature=5.0),
+    ]
+    expected = logits.log_softmax(dim=1)
+    sampled = sampler.sample(logits.clone(), rows)
+    assert sampled[0].token_id == 9
+    for line, choice in enumerate(sampled):
+        assert choice.logprobs is not None
+        assert choice.logprobs.logprob == pytest.approx(float(expected[line, choice.token_id]))
+    first, second, third = (choice.logprobs for choice in sampled)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    values, ids = expected[0].topk(3)
+    assert list(first.top) == ids.tolist()
+    assert list(first.top.values()) == pytest.approx(values.tolist())
+    assert second.top == {}
+    assert third.listed == pytest.approx({4: float(expected[2, 4]), 2: float(expected[2, 2])})
+
+
+def test_more_log_probabilities_than_tokens_are_all_of_them() -> None:
+    (choice,) = sampler.sample(_logits(1, 5), [_row(logprobs=128)])
+    assert choice.logprobs is not None
+    assert sorted(choice.logprobs.top) == [0, 1, 2, 3, 4]

@@ -48,7 +48,8 @@ class EngineStats:
     row_steps: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    preemptions: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache saved from being computed."""
     last_step_at: float = 0.0
     """Seconds since the Unix epoch."""
 
@@ -237,16 +238,25 @@ class Engine:
             rows, logits = [rows[i] for i in good], logits[good]
             if not rows:
                 return
-        tokens = sampler.sample(logits, rows)
+        sampled = sampler.sample(logits, rows)
         now = time.time()
-        for row, token in zip(rows, tokens, strict=True):
-            row.append(token, now)
-        self.stats.completion_tokens += len(tokens)
+        for row, choice in zip(rows, sampled, strict=True):
+            if choice.token_id < 0:
+                row.error = JobError.of(
+                    ErrorCode.INVALID_JOB,
+                    "The job's options bar every token - at `$.sampling`",
+                )
+                continue
+            if choice.logprobs is not None:
+                row.logprobs.append(choice.logprobs)
+            row.append(choice.token_id, now)
+            self.stats.completion_tokens += 1
 
     def _count(self, plan: StepPlan) -> None:
         self.stats.steps += 1
         self.stats.row_steps += plan.rows
         self.stats.prompt_tokens += sum(chunk.length for chunk in plan.prefill)
+        self.stats.cached_tokens = self.scheduler.cached_tokens
         self.stats.last_step_at = time.time()
 
     def _expire(self, now: float) -> None:

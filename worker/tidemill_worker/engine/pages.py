@@ -1,8 +1,12 @@
-"""The page pool and the block tables: who holds which page of the KV cache."""
+"""The page pool and the block tables: who holds which page of the KV cache.
+
+Knows how many rows hold a page, not what is in it: that is `prefix_cache`'s part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,39 +17,109 @@ UNUSED = -1
 
 
 class PagePool:
-    """Pages by id, each free or held by one row."""
+    """Pages by id. Each is held by one or more rows, or cached, or free.
+
+    A cached page is held by no row but worth keeping for what is in it, until it is needed.
+    """
 
     def __init__(self, total: int, page_size: int) -> None:
         self.total = total
         self.page_size = page_size
+        self.evict: Callable[[int], None] = self.discard
+        """Called with the cached page that has not been used for longest, when no page is free;
+        must `discard` it, and may discard others."""
+        self._holders = [0] * total
         self._free = list(range(total - 1, -1, -1))
+        self._kept: set[int] = set()
+        # The cached pages, least recently used first.
+        self._cached: dict[int, None] = {}
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        """Pages that no row holds: what can be allocated."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """The pages among the `free` ones that still hold something worth keeping."""
+        return len(self._cached)
+
+    @property
+    def used(self) -> int:
+        """Pages that rows hold."""
+        return self.total - self.free
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
-    def can_allocate(self, pages: int) -> bool:
-        return pages <= len(self._free)
+    def can_allocate(self, pages: int, shared: Iterable[int] = ()) -> bool:
+        """Whether there are so many pages to allocate after these were shared."""
+        return pages + sum(page in self._cached for page in shared) <= self.free
 
     def allocate(self, pages: int) -> list[int] | None:
         """Page ids, or ``None`` where there are not enough."""
-        if pages > len(self._free):
+        if pages > self.free:
             return None
-        return [self._free.pop() for _ in range(pages)]
+        while len(self._free) < pages:
+            self.evict(next(iter(self._cached)))
+        taken = [self._free.pop() for _ in range(pages)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
 
-    def release(self, pages: Iterable[int]) -> None:
-        self._free.extend(pages)
+    def share(self, pages: Iterable[int]) -> None:
+        """Adds a holder to pages that are held already, or cached."""
+        for page in pages:
+            assert self._holders[page] or page in self._cached, "a free page has nothing to share"
+            self._cached.pop(page, None)
+            self._holders[page] += 1
 
-    def check_integrity(self, holders: Iterable[Row]) -> None:
-        """Raises `AssertionError` unless every page is free or held by exactly one row."""
-        held = [page for row in holders for page in row.pages]
-        assert len(set(held)) == len(held), "a page is in two block tables"
-        assert set(held).isdisjoint(self._free), "a page is both free and held"
-        assert len(held) + len(self._free) == self.total, "pages leaked"
+    def release(self, pages: Sequence[int]) -> None:
+        """Takes a holder from each page. A row's pages are given in the order of its tokens."""
+        # Last page first, so that it is evicted first: without it the ones before are of use.
+        for page in reversed(pages):
+            assert self._holders[page] > 0, "a page is released that nobody holds"
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                if page in self._kept:
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
+
+    def keep(self, page: int) -> None:
+        """Marks a held page as one to be cached, not freed, when its last holder releases it."""
+        self._kept.add(page)
+
+    def discard(self, page: int) -> None:
+        """Undoes `keep`: the page is free as soon as no row holds it."""
+        self._kept.remove(page)
+        if page in self._cached:
+            del self._cached[page]
+            self._free.append(page)
+
+    def check_integrity(self, rows: Iterable[Row]) -> None:
+        """Raises `AssertionError` unless every page is free, cached, or held by just these rows,
+        and rows that share a page agree in all tokens up to its end."""
+        rows = list(rows)
+        held = Counter(page for row in rows for page in row.pages)
+        assert self._holders == [held[page] for page in range(self.total)], "holders miscounted"
+        assert len(set(self._free)) == len(self._free), "a page is free twice"
+        assert held.keys().isdisjoint(self._free), "a page is both free and held"
+        assert held.keys().isdisjoint(self._cached), "a page is both cached and held"
+        assert self._cached.keys().isdisjoint(self._free), "a page is both free and cached"
+        assert self._cached.keys() <= self._kept, "a cached page is not worth keeping"
+        assert self._kept.isdisjoint(self._free), "a free page is worth keeping"
+        assert len(held) + len(self._cached) + len(self._free) == self.total, "pages leaked"
+        meaning: dict[int, tuple[str, list[int]]] = {}
+        for row in rows:
+            for index, page in enumerate(row.pages):
+                if held[page] > 1:
+                    content = (row.cache_salt, row.token_ids[: (index + 1) * self.page_size])
+                    assert len(content[1]) == (index + 1) * self.page_size, "a shared page grows"
+                    assert meaning.setdefault(page, content) == content, (
+                        "a page is in two unrelated block tables"
+                    )
 
 
 class BlockTables:

@@ -6,11 +6,11 @@ ones. A row whose last known token has just been computed gets one more token sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tidemill_contracts.wire import FinishReason, JobError
-from tidemill_worker.engine.detokenizer import Detokenizer
+from tidemill_contracts.wire import FinishReason, JobError, TokenLogprobs
+from tidemill_worker.engine.output import OutputText, Repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,18 @@ class RowSampling:
     """0 for the whole vocabulary."""
     seed: int
     """Given, or drawn once when the row was made."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    """Empty where every token is allowed."""
+    bad_words: Sequence[Sequence[int]] = ()
+    """Token sequences whose last token is barred after the others."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens to tell of; ``None`` for no log probabilities at all."""
+    logprob_token_ids: Sequence[int] = ()
 
     @property
     def greedy(self) -> bool:
@@ -30,7 +42,15 @@ class RowSampling:
 
     @property
     def unfiltered(self) -> bool:
-        return self.top_k == 0 and self.top_p >= 1
+        return self.top_k == 0 and self.top_p >= 1 and self.min_p == 0
+
+    @property
+    def penalises(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None or bool(self.logprob_token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,12 +63,18 @@ class Row:
     max_len: int
     """Length at which the row ends, in tokens."""
     sampling: RowSampling
-    eos_token_ids: frozenset[int]
-    """Empty where the job ignores them."""
-    detokenizer: Detokenizer | None = None
+    end_token_ids: frozenset[int] = frozenset()
+    """End-of-sequence and stop tokens: each ends the row."""
+    min_tokens: int = 0
+    """Generated tokens before which nothing but the length ends the row."""
+    text: OutputText | None = None
+    """``None`` where the model has no tokenizer."""
+    repetition: Repetition | None = None
     priority: int = 0
     deadline: float | None = None
     """Seconds since the Unix epoch."""
+    cache_salt: str = ""
+    """Rows share cached prefixes only with rows of the same salt."""
     enqueued_at: float = 0.0
     """Seconds since the Unix epoch, as are the other times."""
 
@@ -57,16 +83,21 @@ class Row:
     """Order in which the scheduler met the rows."""
     computed: int = field(default=0, init=False)
     """Tokens whose K and V are in the cache."""
+    cached: int = field(default=0, init=False)
+    """Prompt tokens that the prefix cache saved this row from computing."""
     pages: list[int] = field(default_factory=list, init=False)
     table_index: int = field(default=-1, init=False)
     """Its line in the block tables while it runs; −1 while it waits."""
     preemptions: int = field(default=0, init=False)
     restarts: int = field(default=0, init=False)
     """Times that the backend lost its K and V."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     scheduled_at: float = field(default=0.0, init=False)
     first_token_at: float = field(default=0.0, init=False)
     finished_at: float = field(default=0.0, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
+    stop_reason: str | int | None = field(default=None, init=False)
+    """The stop text or token that ended the row."""
     error: JobError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +106,10 @@ class Row:
     @property
     def known(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def generated(self) -> int:
+        return len(self.token_ids) - self.prompt_len
 
     @property
     def remaining(self) -> int:
@@ -96,12 +131,29 @@ class Row:
 
     def append(self, token_id: int, now: float) -> None:
         """Adds a sampled token and notes whether it ends the row."""
-        if self.known == self.prompt_len:
+        if not self.generated:
             self.first_token_at = now
         self.token_ids.append(token_id)
-        if self.detokenizer is not None:
-            self.detokenizer.append(token_id)
-        if token_id in self.eos_token_ids:
-            self.finish_reason = "stop"
+        if token_id in self.end_token_ids and self.generated > self.min_tokens:
+            # Its own text is no part of the output, and can complete no stop text.
+            self._end("stop", token_id)
+            return
+        may_stop = self.generated >= self.min_tokens
+        stop = None
+        if self.text is not None:
+            stop = self.text.append(token_id, may_stop=may_stop)
+        if stop is not None:
+            self._end("stop", stop)
         elif self.known >= self.max_len:
-            self.finish_reason = "length"
+            self._end("length")
+        elif may_stop and self._repeats():
+            self._end("repetition")
+
+    def _repeats(self) -> bool:
+        return self.repetition is not None and self.repetition.found(
+            self.token_ids, self.prompt_len
+        )
+
+    def _end(self, reason: FinishReason, stop: str | int | None = None) -> None:
+        self.finish_reason = reason
+        self.stop_reason = stop

@@ -1,0 +1,275 @@
+"""Random arrivals, cancellations, deadlines and faults, with every invariant after every step.
+
+The fake model here keeps, for each slot of its KV cache, the token, the salt of the row that
+wrote it, whether a fault spoilt it, and which life of the backend wrote it. So a row that reads
+anything which is not its own, or not sound, is found out at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor
+
+from tests.worker.engine.conftest import VOCAB, expected_tokens, make_row, next_token
+from tidemill_contracts.models.errors import KVCacheLost
+from tidemill_contracts.wire import ErrorCode, JobError
+from tidemill_worker.engine.engine import Engine
+from tidemill_worker.engine.pages import UNUSED, BlockTables, PagePool
+from tidemill_worker.engine.prefix_cache import PrefixCache
+from tidemill_worker.engine.row import Row
+from tidemill_worker.engine.scheduler import Chunk, Scheduler, StepPlan
+
+MIN_STEPS = 100_000
+MAX_LEN = 72
+MAX_LOSSES = 3
+"""As often as the engine computes a row anew: more would fail rows for want of luck."""
+STEMS = [[stem + 1] * 5 + list(range(stem, stem + 27)) for stem in range(3)]
+HASHES: list[Callable[[object], int]] = [hash, hash, lambda _: 7, lambda page: hash(page) % 5]
+
+
+class StrictRunner:
+    """A fake model that knows who wrote what; its rows' faults are planted by position."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        slots = scheduler.pool.total * scheduler.pool.page_size
+        self.scheduler = scheduler
+        self.tokens = np.full(slots, -1, np.int64)
+        self.salts = np.full(slots, "", object)
+        self.spoilt = np.zeros(slots, np.bool_)
+        self.life = np.zeros(slots, np.int64)
+        self.losses = 0
+        self.raises_at: dict[Row, int] = {}
+        self.spoils_at: dict[Row, int] = {}
+
+    def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
+        assert len(rows) <= self.scheduler.max_rows
+        return torch.stack([self._compute(row, tables, 1) for row in rows])
+
+    def prefill(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
+        return torch.stack([self._compute(c.row, tables, c.length) for c in chunks])
+
+    def _compute(self, row: Row, tables: BlockTables, length: int) -> Tensor:
+        start, end = row.computed, row.computed + length
+        size = self.scheduler.pool.page_size
+        pages = tables.array[row.table_index, : -(-end // size)].astype(np.int64)
+        assert (pages >= 0).all(), "a position has no page"
+        slots = (pages[:, None] * size + np.arange(size)).ravel()[:end]
+        before, new = slots[:start], slots[start:]
+        if (self.life[before] != self.losses).any():
+            raise KVCacheLost("planted restart")
+        if end > self.raises_at.get(row, MAX_LEN):
+            raise RuntimeError("planted fault")
+        self.tokens[new] = row.token_ids[start:end]
+        self.salts[new] = row.cache_salt
+        self.life[new] = self.losses
+        self.spoilt[new] = np.arange(start, end) >= self.spoils_at.get(row, MAX_LEN)
+        assert (self.salts[slots] == row.cache_salt).all(), "a page crossed salts"
+        assert self.tokens[slots].tolist() == row.token_ids[:end], "a page of something else"
+        logits = torch.zeros(VOCAB)
+        logits[next_token(row.token_ids[:end])] = torch.nan if self.spoilt[slots].any() else 1.0
+        return logits
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Does to an engine whatever a worker can do to it."""
+
+    steps = 0
+    reused = 0
+    preempted = 0
+
+    @initialize(
+        pages=st.integers(18, 40),
+        max_rows=st.integers(1, 6),
+        max_step_tokens=st.integers(1, 40),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+        page_hash=st.sampled_from(HASHES),
+    )
+    def start(
+        self,
+        pages: int,
+        max_rows: int,
+        max_step_tokens: int,
+        prefix_caching: bool,
+        page_hash: Callable[[object], int],
+    ) -> None:
+        self.pool = PagePool(pages, 4)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            max_model_len=MAX_LEN,
+            prefix_caching=prefix_caching,
+        )
+        if prefix_caching:
+            self.scheduler.cache = PrefixCache(self.pool, page_hash=page_hash)
+        self.runner = StrictRunner(self.scheduler)
+        self.delivered: list[Row] = []
+        self.engine = Engine(self.runner, self.scheduler, self.delivered.extend)
+        self.rows: list[Row] = []
+        self.plan: StepPlan | None = None
+        plan = self.scheduler.plan
+
+        def remember() -> StepPlan:
+            self.plan = plan()
+            return self.plan
+
+        self.scheduler.plan = remember  # type: ignore[method-assign]
+
+    @rule(
+        count=st.integers(1, 8),
+        stem=st.sampled_from(STEMS),
+        stem_len=st.integers(0, 32),
+        tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
+        max_tokens=st.integers(1, 32),
+        salt=st.sampled_from(["", "", "", "tenant"]),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        fault=st.sampled_from(["", "", "", "", "", "raises", "spoils"]),
+        fault_at=st.integers(0, 40),
+    )
+    def submit(
+        self,
+        count: int,
+        stem: list[int],
+        stem_len: int,
+        tail: list[int],
+        max_tokens: int,
+        salt: str,
+        priority: int,
+        fault: str,
+        fault_at: int,
+    ) -> None:
+        """Rows with a stem; the last of them may bear a fault from a position on."""
+        for index in range(count):
+            prompt = [*stem[:stem_len], *tail[index:], index]
+            row = make_row(
+                prompt, max_tokens, name=str(len(self.rows)), priority=priority, cache_salt=salt
+            )
+            self.rows.append(row)
+            self.scheduler.add(row)
+        if fault == "raises":
+            self.runner.raises_at[row] = fault_at
+        elif fault == "spoils":
+            self.runner.spoils_at[row] = fault_at
+
+    @rule(count=st.integers(1, 40))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if not self.scheduler.has_work:
+                break
+            self._step()
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(choice=st.integers(0, 1_000))
+    def cancel(self, choice: int) -> None:
+        row = self._pick(choice)
+        self.engine._fail([row], JobError.of(ErrorCode.CANCELLED, "The job was cancelled"))
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(choice=st.integers(0, 1_000))
+    def expire(self, choice: int) -> None:
+        self._pick(choice).deadline = 1.0
+
+    @precondition(lambda self: self.runner.losses < MAX_LOSSES)
+    @rule()
+    def lose_kv_cache(self) -> None:
+        self.runner.losses += 1
+
+    @invariant()
+    def is_sound(self) -> None:
+        if hasattr(self, "engine"):
+            self._check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(200 * len(self.rows) + 1):
+            if not self.scheduler.has_work:
+                break
+            self._step()
+        assert not self.scheduler.has_work, "the engine makes no progress"
+        assert self.pool.free == self.pool.total
+        assert sorted(row.id for row in self.delivered) == sorted(row.id for row in self.rows)
+        for row in self.rows:
+            self._check_outcome(row)
+        EngineMachine.reused += self.scheduler.cached_tokens
+        EngineMachine.preempted += sum(row.preemptions - row.restarts for row in self.rows)
+
+    def _pick(self, choice: int) -> Row:
+        rows = list(self.scheduler.rows())
+        return rows[choice % len(rows)]
+
+    def _step(self) -> None:
+        self.engine.step()
+        EngineMachine.steps += 1
+        assert self.plan is not None
+        assert self.plan.rows <= self.scheduler.max_rows
+        assert self.plan.tokens <= self.scheduler.max_step_tokens
+        assert self.plan.rows or not self.scheduler.has_work, "work waits and nothing runs"
+        self._check()
+
+    def _check(self) -> None:
+        pool, tables = self.pool, self.scheduler.tables
+        assert pool.used + pool.free == pool.total
+        pool.check_integrity(self.scheduler.running)
+        self.scheduler.cache.check_integrity()
+        expected = np.full_like(tables.array, UNUSED)
+        for row in self.scheduler.running:
+            expected[row.table_index, : len(row.pages)] = row.pages
+        assert (tables.array == expected).all(), "block tables and pages disagree"
+
+    def _check_outcome(self, row: Row) -> None:
+        prompt = row.token_ids[: row.prompt_len]
+        output = list(row.output_token_ids)
+        assert output == expected_tokens(prompt, len(output))
+        assert row.restarts <= self.runner.losses, "a lost page was used after the loss was known"
+        if row.error is None:
+            assert row.finish_reason == ("length" if row.known == row.max_len else "deadline")
+        elif row.error.code == ErrorCode.ENGINE_ERROR:
+            assert row in self.runner.raises_at, row.error.message
+        elif row.error.code == ErrorCode.NONFINITE_LOGITS:
+            assert row in self.runner.spoils_at, "a spoilt page reached another row"
+        else:
+            assert row.error.code in (ErrorCode.CANCELLED, ErrorCode.EXPIRED)
+
+
+@pytest.fixture
+def quick(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No threads for tensors of a few hundred numbers, no tracebacks of planted faults."""
+    caplog.set_level(logging.CRITICAL, "tidemill.engine")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_whatever_happens_every_invariant_holds_after_every_step() -> None:
+    # Hypothesis decides how many steps an example has.
+    while EngineMachine.steps < MIN_STEPS:
+        run_state_machine_as_test(
+            EngineMachine,
+            settings=settings(
+                max_examples=20,
+                stateful_step_count=50,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    assert EngineMachine.reused > 0
+    assert EngineMachine.preempted > 0

@@ -1,0 +1,196 @@
+"""From a job to the engine's rows, and from finished rows to the job's result."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import secrets
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tidemill_contracts.wire import (
+    Completion,
+    ErrorCode,
+    GenerationJob,
+    GenerationResult,
+    JobError,
+    JobFailed,
+    Timings,
+    Usage,
+)
+from tidemill_worker.chat import split
+from tidemill_worker.defaults import sampling_defaults
+from tidemill_worker.engine.output import OutputText, Repetition
+from tidemill_worker.engine.row import Row, RowSampling
+from tidemill_worker.text import Prompt, TextModel
+
+
+def make_rows(
+    job: GenerationJob,
+    job_id: str,
+    prompt: Prompt,
+    text: TextModel,
+    *,
+    max_tokens: int,
+    enqueued_at: float,
+) -> list[Row]:
+    """One row for each output that the job asks for, seeded one by one.
+
+    Raises `JobFailed` where an option names a token that the model does not have.
+    """
+    asked = job.sampling
+    _check_tokens(job, text.vocab_size)
+    sampling = _effective(job, prompt, text)
+    ends = set(asked.stop_token_ids)
+    if not asked.ignore_eos:
+        ends |= text.eos_token_ids
+    rows = []
+    for index in range(asked.n):
+        detokenizer = text.detokenizer(asked.skip_special_tokens)
+        output = None
+        if detokenizer is not None:
+            output = OutputText(
+                detokenizer, asked.stops, include_stop=asked.include_stop_str_in_output
+            )
+        elif asked.stops:
+            raise _failed(
+                ErrorCode.NO_TOKENIZER,
+                "The model directory has no tokenizer.json: there is no text for"
+                " `$.sampling.stop` to stand in; use `stop_token_ids`",
+            )
+        watch = asked.repetition_detection
+        rows.append(
+            Row(
+                id=job_id if asked.n == 1 else f"{job_id}#{index}",
+                token_ids=list(prompt.token_ids),
+                max_len=len(prompt.token_ids) + max_tokens,
+                sampling=dataclasses.replace(sampling, seed=nth_seed(sampling.seed, index)),
+                end_token_ids=frozenset(ends),
+                min_tokens=min(asked.min_tokens, max_tokens),
+                text=output,
+                repetition=Repetition(watch.max_pattern, watch.min_count) if watch else None,
+                priority=job.priority,
+                deadline=job.deadline,
+                cache_salt=job.cache_salt,
+                enqueued_at=enqueued_at,
+            )
+        )
+    return rows
+
+
+def nth_seed(seed: int, index: int) -> int:
+    """The seed of a job's output `index`; that of output 0 is the job's own."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def make_result(
+    job: GenerationJob, job_id: str, model: str, prompt: Prompt, rows: Sequence[Row]
+) -> GenerationResult:
+    """The job's one result. Raises `JobFailed` where a row failed."""
+    for row in rows:
+        if row.error is not None:
+            raise JobFailed(row.error)
+    outputs = [_completion(job, prompt, row) for row in rows]
+    first, first_row = outputs[0], rows[0]
+    return GenerationResult(
+        **{name: getattr(first, name) for name in Completion.__struct_fields__},
+        id=job_id,
+        model=model,
+        usage=Usage(
+            prompt_tokens=first_row.prompt_len,
+            completion_tokens=sum(row.generated for row in rows),
+            cached_tokens=first_row.cached,
+        ),
+        timings=Timings(
+            queued_ms=_since_enqueued(first_row, min(row.scheduled_at for row in rows)),
+            first_token_ms=_since_enqueued(first_row, min(row.first_token_at for row in rows)),
+            total_ms=_since_enqueued(first_row, max(row.finished_at for row in rows)),
+        ),
+        sampling=_told(first_row.sampling),
+        outputs=outputs if len(outputs) > 1 else [],
+    )
+
+
+def _completion(job: GenerationJob, prompt: Prompt, row: Row) -> Completion:
+    assert row.finish_reason is not None
+    text = row.text.finish() if row.text is not None else None
+    fields: dict[str, Any] = {}
+    if job.messages is not None and text is not None:
+        reply = split(text, thinking_open=prompt.thinking_open)
+        fields = {
+            "reasoning": reply.reasoning,
+            "content": reply.content,
+            "tool_calls": reply.tool_calls,
+        }
+    return Completion(
+        text=text,
+        token_ids=list(row.output_token_ids),
+        finish_reason=row.finish_reason,
+        stop_reason=row.stop_reason if isinstance(row.stop_reason, str) else None,
+        logprobs=row.logprobs if row.sampling.wants_logprobs else None,
+        **fields,
+    )
+
+
+def _effective(job: GenerationJob, prompt: Prompt, text: TextModel) -> RowSampling:
+    """The job's sampling, completed by the model's own defaults."""
+    asked = job.sampling
+    defaults = sampling_defaults(text, job, prompt)
+    given = {
+        name: value
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        if (value := getattr(asked, name)) is not None
+    }
+    settled = {**defaults, **given}
+    return RowSampling(
+        temperature=settled["temperature"],
+        top_p=settled["top_p"],
+        top_k=max(0, int(settled["top_k"])),
+        min_p=settled["min_p"],
+        repetition_penalty=settled["repetition_penalty"],
+        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logit_bias=asked.logit_bias,
+        allowed_token_ids=asked.allowed_token_ids or (),
+        bad_words=[ids for word in asked.bad_words for ids in text.token_ids_of(word)],
+        logprobs=asked.logprobs,
+        logprob_token_ids=asked.logprob_token_ids,
+    )
+
+
+def _told(sampling: RowSampling) -> dict[str, Any]:
+    """What the result says of the effective sampling: what a job may leave open."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+    return {name: getattr(sampling, name) for name in names}
+
+
+def _check_tokens(job: GenerationJob, vocab_size: int) -> None:
+    asked = job.sampling
+    named: dict[str, Iterable[int]] = {
+        "logit_bias": asked.logit_bias,
+        "allowed_token_ids": asked.allowed_token_ids or (),
+        "stop_token_ids": asked.stop_token_ids,
+        "logprob_token_ids": asked.logprob_token_ids,
+    }
+    for name, ids in named.items():
+        largest = max(ids, default=0)
+        if largest >= vocab_size:
+            raise _failed(
+                ErrorCode.TOKEN_OUT_OF_RANGE,
+                f"Token id {largest} is outside the vocabulary of {vocab_size:,}"
+                f" - at `$.sampling.{name}`",
+            )
+
+
+def _since_enqueued(row: Row, at: float) -> float:
+    """Milliseconds from the job's enqueueing to a time in seconds."""
+    return round(max(0.0, at - row.enqueued_at) * 1000, 3)
+
+
+def _failed(code: ErrorCode, message: str) -> JobFailed:
+    return JobFailed(JobError.of(code, message))
