@@ -18,7 +18,6 @@ from tidemill_contracts.wire import (
     ErrorCode,
     GenerationJob,
     GenerationResult,
-    JobError,
     JobFailed,
     TidemillError,
 )
@@ -108,12 +107,12 @@ class Batcher:
         cancelled the row leaves the batch at the next step border and its pages are free.
         """
         if job.model is not None and job.model != self.model_name:
-            raise _failed(
+            raise JobFailed.of(
                 ErrorCode.MODEL_NOT_FOUND,
                 f"This worker serves {self.model_name!r}, not {job.model!r} - at `$.model`",
             )
         if job.deadline is not None and job.deadline <= time.time():
-            raise _failed(ErrorCode.EXPIRED, "The deadline passed before the job was started")
+            raise JobFailed.of(ErrorCode.EXPIRED, "The deadline passed before the job was started")
         prompt = await self._encode(job)
         rows = make_rows(
             job,
@@ -214,7 +213,3 @@ def _characters(job: GenerationJob) -> int:
     messages = job.messages or []
     texts = [text for m in messages for text in (m.content, m.reasoning_content) if text]
     return len(job.prompt or "") + sum(map(len, texts))
-
-
-def _failed(code: ErrorCode, message: str) -> JobFailed:
-    return JobFailed(JobError.of(code, message))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from tidemill_contracts.wire import ErrorCode, GenerationJob, GenerationResult, JobError, JobFailed
+from tidemill_contracts.wire import ErrorCode, GenerationJob, GenerationResult, JobFailed
 from tidemill_contracts.wire.codec import convert_job
 from tidemill_worker.batcher import Batcher
 from tidemill_worker.settings import config_from_env
@@ -40,10 +40,8 @@ async def generate(ctx: Context, job: object) -> GenerationResult:
     if not isinstance(job, GenerationJob):
         job = convert_job(job)
     if job.id is not None and job.id != job_id:
-        raise JobFailed(
-            JobError.of(
-                ErrorCode.INVALID_JOB,
-                f"The job was queued as {job_id!r} but says {job.id!r} - at `$.id`",
-            )
+        raise JobFailed.of(
+            ErrorCode.INVALID_JOB,
+            f"The job was queued as {job_id!r} but says {job.id!r} - at `$.id`",
         )
     return await batcher.generate(job, job_id, enqueued_at.timestamp())

@@ -14,7 +14,6 @@ from tidemill_contracts.wire import (
     ErrorCode,
     GenerationJob,
     GenerationResult,
-    JobError,
     JobFailed,
     Timings,
     Usage,
@@ -54,7 +53,7 @@ def make_rows(
                 detokenizer, asked.stops, include_stop=asked.include_stop_str_in_output
             )
         elif asked.stops:
-            raise _failed(
+            raise JobFailed.of(
                 ErrorCode.NO_TOKENIZER,
                 "The model directory has no tokenizer.json: there is no text for"
                 " `$.sampling.stop` to stand in; use `stop_token_ids`",
@@ -180,7 +179,7 @@ def _check_tokens(job: GenerationJob, vocab_size: int) -> None:
     for name, ids in named.items():
         largest = max(ids, default=0)
         if largest >= vocab_size:
-            raise _failed(
+            raise JobFailed.of(
                 ErrorCode.TOKEN_OUT_OF_RANGE,
                 f"Token id {largest} is outside the vocabulary of {vocab_size:,}"
                 f" - at `$.sampling.{name}`",
@@ -190,7 +189,3 @@ def _check_tokens(job: GenerationJob, vocab_size: int) -> None:
 def _since_enqueued(row: Row, at: float) -> float:
     """Milliseconds from the job's enqueueing to a time in seconds."""
     return round(max(0.0, at - row.enqueued_at) * 1000, 3)
-
-
-def _failed(code: ErrorCode, message: str) -> JobFailed:
-    return JobFailed(JobError.of(code, message))

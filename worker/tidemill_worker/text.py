@@ -28,7 +28,6 @@ from tidemill_contracts.wire import (
     ChatOptions,
     ErrorCode,
     GenerationJob,
-    JobError,
     JobFailed,
 )
 from tidemill_worker.chat import ThinkBlock, json_object, think_block
@@ -123,13 +122,13 @@ class TextModel:
         chat options come without a chat.
         """
         if job.messages is None and job.chat != ChatOptions():
-            _fail(ErrorCode.INVALID_JOB, "Chat options need `messages` - at `$.chat`")
+            raise JobFailed.of(ErrorCode.INVALID_JOB, "Chat options need `messages` - at `$.chat`")
         block = ThinkBlock.ABSENT
         if job.prompt_token_ids is not None:
             ids = list(job.prompt_token_ids)
             largest = max(ids, default=0)
             if largest >= self.vocab_size:
-                _fail(
+                raise JobFailed.of(
                     ErrorCode.TOKEN_OUT_OF_RANGE,
                     f"Token id {largest} is outside the vocabulary of {self.vocab_size:,}"
                     f" - at `$.prompt_token_ids[{ids.index(largest)}]`",
@@ -140,7 +139,7 @@ class TextModel:
                 block = think_block(text)
             ids = self._tokenise(text, "send `prompt_token_ids`")
         if not ids:
-            _fail(ErrorCode.EMPTY_PROMPT, "The prompt has no tokens")
+            raise JobFailed.of(ErrorCode.EMPTY_PROMPT, "The prompt has no tokens")
         return Prompt(token_ids=ids, think_block=block)
 
     def render(self, job: GenerationJob) -> str:
@@ -156,12 +155,14 @@ class TextModel:
         if tools:
             template = self._templates.get("tool_use", template)
         if template is None:
-            _fail(
+            raise JobFailed.of(
                 ErrorCode.NO_TOKENIZER,
                 "The model directory has no chat template: send `prompt` or `prompt_token_ids`",
             )
         if not job.messages:
-            _fail(ErrorCode.EMPTY_PROMPT, "The conversation has no messages - at `$.messages`")
+            raise JobFailed.of(
+                ErrorCode.EMPTY_PROMPT, "The conversation has no messages - at `$.messages`"
+            )
         variables: dict[str, Any] = dict(self._special_tokens)
         if job.chat.enable_thinking is not None:
             variables["enable_thinking"] = job.chat.enable_thinking
@@ -174,7 +175,9 @@ class TextModel:
                 add_generation_prompt=True,
             )
         except Exception as error:  # a template is someone else's code: it may raise anything
-            _fail(ErrorCode.TEMPLATE_FAILED, f"The chat template refused the messages: {error}")
+            raise JobFailed.of(
+                ErrorCode.TEMPLATE_FAILED, f"The chat template refused the messages: {error}"
+            ) from error
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer | None:
         """A fresh detokenizer; ``None`` without a tokenizer."""
@@ -197,12 +200,10 @@ class TextModel:
 
     def _tokenise(self, text: str, otherwise: str) -> list[int]:
         if self.tokenizer is None:
-            _fail(ErrorCode.NO_TOKENIZER, f"The model directory has no tokenizer.json: {otherwise}")
+            raise JobFailed.of(
+                ErrorCode.NO_TOKENIZER, f"The model directory has no tokenizer.json: {otherwise}"
+            )
         return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def _fail(code: ErrorCode, message: str) -> NoReturn:
-    raise JobFailed(JobError.of(code, message))
 
 
 def _read(path: Path, type_: type[_T]) -> _T:

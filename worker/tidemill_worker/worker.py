@@ -281,18 +281,18 @@ class TidemillWorker(Worker):
     def _open(self, claim: Claim) -> JobRecord:
         """The claimed job's record. Raises `JobFailed` where it must not or cannot be run."""
         if claim.payload is None:
-            raise _failed(ErrorCode.PAYLOAD_LOST, "Redis no longer holds the job's payload")
+            raise JobFailed.of(ErrorCode.PAYLOAD_LOST, "Redis no longer holds the job's payload")
         try:
             record = decode_job_record(claim.payload)
         except UndecodableRecord as error:
-            raise _failed(ErrorCode.UNDECODABLE, f"The payload is {error}") from error
+            raise JobFailed.of(ErrorCode.UNDECODABLE, f"The payload is {error}") from error
         if claim.tries > self.max_tries:
-            raise _failed(
+            raise JobFailed.of(
                 ErrorCode.MAX_TRIES_EXCEEDED,
                 f"The job was started {claim.tries - 1} times and never finished",
             )
         if record.function not in self.functions:
-            raise _failed(
+            raise JobFailed.of(
                 ErrorCode.UNKNOWN_FUNCTION,
                 f"This worker has no function {record.function!r}, only"
                 f" {', '.join(sorted(self.functions))}",
@@ -510,7 +510,3 @@ def _as_datetime(ms: int) -> Any:
     from arq.utils import ms_to_datetime
 
     return ms_to_datetime(ms)
-
-
-def _failed(code: ErrorCode, message: str) -> JobFailed:
-    return JobFailed(JobError.of(code, message))

@@ -96,3 +96,7 @@ class JobFailed(TidemillError):
     def __init__(self, error: JobError) -> None:
         super().__init__(f"{error.code}: {error.message}")
         self.error = error
+
+    @classmethod
+    def of(cls, code: ErrorCode, message: str) -> JobFailed:
+        return cls(JobError.of(code, message))
