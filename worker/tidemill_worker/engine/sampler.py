@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ from tidemill_contracts.wire import TokenLogprobs
 from tidemill_worker.engine.adjust import adjust, adjusts
 from tidemill_worker.engine.row import Row, RowSampling
 
-_FIRST_CANDIDATES = 1024
-"""Tokens that top-p looks at before it sorts the whole vocabulary."""
+_FEW_CANDIDATES, _MANY_CANDIDATES = 64, 1024
+"""Tokens that a filter looks at before it sorts the whole vocabulary: few for a small top-k."""
 
 
 def uniform(seed: int, index: int) -> float:
@@ -80,17 +81,24 @@ def _choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     for index, value in enumerate(best.tolist()):
         if value == -math.inf:
             tokens[index] = -1
-    # Rows with and without a filter apart: the latter need the whole vocabulary, but no order.
-    drawn = [
-        index for index, row in enumerate(rows) if not row.sampling.greedy and tokens[index] >= 0
-    ]
-    for unfiltered in (True, False):
-        group = [i for i in drawn if rows[i].sampling.unfiltered is unfiltered]
-        if group:
-            picked = _draw(logits[group], [rows[i] for i in group], unfiltered=unfiltered)
-            for index, token in zip(group, picked, strict=True):
-                tokens[index] = token
+    groups: dict[int | None, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        if not row.sampling.greedy and tokens[index] >= 0:
+            groups[_width(row.sampling, logits.shape[1])].append(index)
+    for width, group in groups.items():
+        picked = _draw(logits[group], [rows[index] for index in group], width)
+        for index, token in zip(group, picked, strict=True):
+            tokens[index] = token
     return tokens
+
+
+def _width(sampling: RowSampling, vocabulary: int) -> int | None:
+    """How many of the likeliest tokens to look at first; ``None`` where nothing is filtered and
+    the whole vocabulary counts. A width only saves time: what is left does not depend on it."""
+    if sampling.unfiltered:
+        return None
+    few = 0 < sampling.top_k < _FEW_CANDIDATES
+    return min(_FEW_CANDIDATES if few else _MANY_CANDIDATES, vocabulary)
 
 
 def _logprobs(log_probabilities: Tensor, token: int, sampling: RowSampling) -> TokenLogprobs:
@@ -105,13 +113,15 @@ def _logprobs(log_probabilities: Tensor, token: int, sampling: RowSampling) -> T
     )
 
 
-def _draw(logits: Tensor, rows: Sequence[Row], *, unfiltered: bool) -> list[int]:
+def _draw(logits: Tensor, rows: Sequence[Row], width: int | None) -> list[int]:
     """One draw for each row by inverse CDF, the tokens in the order of their ids."""
     sampling = [row.sampling for row in rows]
-    scaled = _scaled(logits, sampling)
-    weights, ids = (scaled.exp(), None) if unfiltered else filtered(scaled, sampling)
+    if width is None:
+        weights, ids = _weights(logits, logits.amax(dim=1, keepdim=True), sampling), None
+    else:
+        weights, ids = filtered(logits, sampling, width)
     # In float64: the sum of 150,000 float32 terms is not precise enough.
-    cumulative = weights.double().cumsum_(dim=1)
+    cumulative = weights.cumsum(dim=1, dtype=torch.float64)
     draws = torch.tensor(
         [[uniform(row.sampling.seed, row.generated)] for row in rows],
         dtype=torch.float64,
@@ -123,45 +133,50 @@ def _draw(logits: Tensor, rows: Sequence[Row], *, unfiltered: bool) -> list[int]
     return tokens
 
 
-def _scaled(logits: Tensor, sampling: Sequence[RowSampling]) -> Tensor:
-    """The logits over the temperature, shifted so that the largest is 0."""
+def _weights(logits: Tensor, largest: Tensor, sampling: Sequence[RowSampling]) -> Tensor:
+    """exp of the logits over the temperature, 1 for the largest: proportional to probability."""
     temperature = torch.tensor([s.temperature for s in sampling], device=logits.device)
     # Shifted before the division, so that no temperature can overflow.
-    return (logits - logits.amax(dim=1, keepdim=True)) / temperature[:, None]
+    return (logits - largest).div_(temperature[:, None]).exp_()
 
 
-def filtered(scaled: Tensor, sampling: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
+def filtered(logits: Tensor, sampling: Sequence[RowSampling], width: int) -> tuple[Tensor, Tensor]:
     """What min-p, then top-k, then top-p leave of each row.
 
-    `scaled` is float32 ``[rows, vocabulary]``, its largest entry 0. Returns weights
+    `logits` is float32 ``[rows, vocabulary]``; `width` of its likeliest tokens are looked at
+    first, and the whole vocabulary where these do not settle it. Returns weights
     ``[rows, candidates]``, proportional to the probabilities and 0 where a token is filtered
     out, and the candidates' ids int64 ``[rows, candidates]``, rising. Tokens that tie with the
     last one kept are kept too, so that what is left does not depend on how a sort breaks ties.
     """
-    vocabulary, device = scaled.shape[1], scaled.device
+    vocabulary, device = logits.shape[1], logits.device
     top_k = torch.tensor([s.top_k or vocabulary for s in sampling], device=device)
     top_k.clamp_(max=vocabulary)
     top_p = torch.tensor([s.top_p for s in sampling], dtype=torch.float64, device=device)
-    # min_p is a share of the likeliest token's probability, whose entry is 0.
-    min_p = torch.tensor([s.min_p for s in sampling], device=device).log()[:, None]
-    mass = scaled.exp().sum(dim=1, dtype=torch.float64)
-    width = min(_FIRST_CANDIDATES, vocabulary)
+    # A share of the likeliest token's weight, which is 1.
+    min_p = torch.tensor([s.min_p for s in sampling], device=device)[:, None]
+    mass: Tensor | None = None
     while True:
-        values, ids = scaled.topk(width, dim=1)
-        kth = values.gather(1, (top_k.clamp(max=width) - 1)[:, None])
-        floor = torch.maximum(min_p, torch.where((top_k <= width)[:, None], kth, -torch.inf))
-        weights = torch.where(values < floor, 0.0, values.double().exp())
-        cumulative = weights.cumsum(dim=1)
+        values, ids = logits.topk(width, dim=1)
+        weights = _weights(values, values[:, :1], sampling)
+        kth = weights.gather(1, (top_k.clamp(max=width) - 1)[:, None])
+        floor = torch.maximum(min_p, torch.where((top_k <= width)[:, None], kth, 0.0))
+        kept = torch.where(weights < floor, 0.0, weights.double())
+        cumulative = kept.cumsum(dim=1)
         # Without a limit among the candidates, the whole vocabulary's mass counts.
-        limited = (top_k <= width) | (values[:, -1] < floor[:, 0])
-        total = torch.where(limited, cumulative[:, -1], mass)
+        limited = (top_k <= width) | (weights[:, -1] < floor[:, 0])
+        if mass is None and not bool(limited.all()):
+            mass = _weights(logits, values[:, :1], sampling).sum(dim=1, dtype=torch.float64)
+        total = cumulative[:, -1] if mass is None else torch.where(limited, cumulative[:, -1], mass)
         # A token stays while the tokens before it have not reached top_p.
         goal = (top_p * total)[:, None]
-        kept = (cumulative - weights < goal).sum(dim=1, keepdim=True)
-        floor = torch.maximum(floor, values.gather(1, kept - 1))
-        # Everything that is kept lies strictly inside the candidates, or they are all there is.
-        if width == vocabulary or bool((floor > values[:, -1:]).all()):
+        count = (cumulative - kept < goal).sum(dim=1, keepdim=True)
+        floor = torch.maximum(floor, weights.gather(1, count - 1))
+        # Everything that is kept lies strictly inside the candidates, and a top-k beyond them does
+        # not change what top-p is a share of; or they are all there is.
+        settled = (floor > weights[:, -1:]).all() and (limited | (top_k == vocabulary)).all()
+        if width == vocabulary or bool(settled):
             ids, order = ids.sort(dim=1)
-            values = values.gather(1, order)
-            return torch.where(values >= floor, values.exp(), 0.0), ids
+            weights = weights.gather(1, order)
+            return torch.where(weights >= floor, weights, 0.0), ids
         width = vocabulary
