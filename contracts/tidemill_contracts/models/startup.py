@@ -140,7 +140,10 @@ def check(
 
     Raises the first of the `problems`.
     """
-    for problem in problems(contract, config, runtime, requirements):
+    for problem in _description_problems(contract, config, runtime, requirements):
+        raise problem
+    loaded = contract.hooks.load_kernels()
+    for problem in _loaded_problems(contract, loaded, config, runtime):
         raise problem
     found = sorted(requirements.found_optional(contract))
     logger.info(
@@ -149,7 +152,7 @@ def check(
         contract.abi_fingerprint(),
         f", optional {', '.join(found)}" if found else "",
     )
-    return contract.hooks.load_kernels()
+    return loaded
 
 
 def problems(
@@ -159,10 +162,29 @@ def problems(
     requirements: ServingRequirements = SERVING_REQUIREMENTS,
 ) -> Iterator[ContractMismatch]:
     """Everything that does not fit, as far as it can be told without compiling or loading."""
+    yield from _description_problems(contract, config, runtime, requirements)
+    yield from _loaded_problems(contract, contract.hooks.load_kernels(), config, runtime)
+
+
+def _description_problems(
+    contract: ModelContract,
+    config: ModelConfig,
+    runtime: RuntimeConfig,
+    requirements: ServingRequirements,
+) -> Iterator[ContractMismatch]:
+    """What can be told before the kernels are loaded."""
     yield from requirements.problems(contract)
     yield from _stage_problems(contract)
     yield from _limit_problems(contract, config, runtime)
-    loaded = contract.hooks.load_kernels()
+
+
+def _loaded_problems(
+    contract: ModelContract,
+    loaded: LoadedKernelModules,
+    config: ModelConfig,
+    runtime: RuntimeConfig,
+) -> Iterator[ContractMismatch]:
+    """What only the loaded kernels tell."""
     yield from _kernel_problems(contract, loaded)
     try:
         contract.hooks.validate_kernels(loaded, config, runtime)
