@@ -101,6 +101,15 @@ def test_an_unreachable_redis_is_one_line_and_exit_code_1() -> None:
     assert line.startswith("tidemill: error: Redis does not answer at unix:///nowhere.sock")
 
 
+@pytest.mark.parametrize("url", ["localhost:6379", "http://h", "redis://:secret@h:port/0"])
+def test_a_url_that_is_none_of_redis_is_one_line_and_exit_code_1(url: str) -> None:
+    result = _run("worker", "--redis", url, "--log-level", "error")
+    assert result.returncode == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("tidemill: error: redis_url: ")
+    assert "secret" not in line
+
+
 def test_a_setting_out_of_range_is_named() -> None:
     result = _run("worker", "--max-rows", "0")
     assert result.returncode != 0

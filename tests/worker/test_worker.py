@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from tidemill_contracts.wire import (
     JobError,
     JobFailed,
     Outcome,
+    SamplingParams,
     Timings,
     Usage,
 )
@@ -36,6 +38,7 @@ from tidemill_contracts.wire.arq_format import (
     serializer,
 )
 from tidemill_producer.embedded import EmbeddedRedis
+from tidemill_worker.batcher import Batcher, EngineCrashed
 from tidemill_worker.queue import Finished, JobQueue
 from tidemill_worker.settings import make_config
 from tidemill_worker.worker import RedisUnreachable, TidemillWorker
@@ -78,9 +81,6 @@ class Gate:
 @pytest.fixture
 def gate() -> Gate:
     return Gate()
-
-
-Start = Callable[..., Any]
 
 
 @asynccontextmanager
@@ -136,7 +136,6 @@ async def test_a_job_is_answered_and_leaves_nothing_behind(
     async with running(redis_url, gate):
         await push()
         assert (await outcome(redis)).unwrap() == _result("job")
-        await until(lambda: True)
     left = {key async for key in redis.scan_iter() if b":health-check" not in key}
     assert left == {b"arq:result:job"}
 
@@ -344,6 +343,30 @@ async def test_a_job_that_its_own_worker_claims_again_is_answered_by_the_run_und
     assert gate.started == ["job"]
 
 
+async def test_a_crash_of_the_engine_hands_the_jobs_to_another_worker_and_ends_this_one(
+    redis_url: str, redis: Redis, push: Push, tiny_model: Path
+) -> None:
+    job = GenerationJob(id="job", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2))
+    config = make_config(
+        {"redis_url": redis_url, "model": str(tiny_model), "kv_pages": 8, "threads": 1}
+    )
+    worker = TidemillWorker(config, handle_signals=False)
+    running_worker = asyncio.create_task(worker.async_run())
+    await until(lambda: worker._state == "ready")
+    batcher: Batcher = worker.ctx["batcher"]
+
+    def broken() -> None:
+        raise RuntimeError("planted bug")
+
+    batcher._scheduler.plan = broken  # type: ignore[method-assign,assignment]
+    await push(record=encode_job_record(job, enqueue_time_ms=0))
+    with pytest.raises(EngineCrashed, match="planted bug"):
+        await asyncio.wait_for(running_worker, 10)
+    await worker.close()
+    (claim,), _ = await JobQueue(redis, QUEUE).claim(1)
+    assert (claim.id, claim.tries) == ("job", 2), "at once, and with the try spent"
+
+
 async def test_a_function_may_ask_to_be_run_again_later(
     redis_url: str, redis: Redis, push: Push, gate: Gate
 ) -> None:
@@ -435,7 +458,6 @@ async def test_burst_stops_once_the_queue_is_empty(
     for i in range(3):
         await push(f"job-{i}")
     async with running(redis_url, gate, burst=True) as worker:
-        assert worker.main_task is not None or await asyncio.sleep(0.01) is None
         await until(lambda: worker.main_task is not None and worker.main_task.done())
     assert len(gate.started) == 3
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 from arq.connections import RedisSettings, create_pool
+from arq.utils import ms_to_datetime
 from arq.worker import Function, Retry, Worker, func
 from redis.exceptions import RedisError
 
@@ -46,7 +47,7 @@ from tidemill_worker.batcher import Batcher
 from tidemill_worker.functions import Context, generate, shutdown, startup
 from tidemill_worker.queue import Claim, Finished, JobQueue, Release
 from tidemill_worker.results import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, ResultWriter
-from tidemill_worker.settings import WorkerConfig
+from tidemill_worker.settings import SettingsError, WorkerConfig
 
 logger = logging.getLogger("tidemill.worker")
 
@@ -337,7 +338,7 @@ class TidemillWorker(Worker):
             **self.ctx,
             "job_id": claim.id,
             "job_try": claim.tries,
-            "enqueue_time": _as_datetime(enqueue_time_ms),
+            "enqueue_time": ms_to_datetime(enqueue_time_ms),
             "score": claim.score,
         }
 
@@ -486,9 +487,14 @@ class TidemillWorker(Worker):
 
 
 def redis_settings(config: WorkerConfig) -> RedisSettings:
-    """arq's settings for the configured URL. Raises `SettingsError` through `RedisUnreachable`
-    never: a URL is only tried when the worker connects."""
-    return RedisSettings.from_dsn(config.redis_url)
+    """arq's settings for the configured URL, which is not tried yet. Raises `SettingsError`."""
+    try:
+        return RedisSettings.from_dsn(config.redis_url)
+    except (RuntimeError, ValueError) as error:
+        raise SettingsError(
+            f"redis_url: {mask_url(config.redis_url)} is not a redis://, rediss:// or unix://"
+            f" URL: {error}"
+        ) from error
 
 
 async def _connect(config: WorkerConfig) -> Any:
@@ -504,9 +510,3 @@ async def _connect(config: WorkerConfig) -> Any:
             f"Redis does not answer at {mask_url(config.redis_url)}: {error}. Start it, or give"
             " its URL with --redis or TIDEMILL_REDIS_URL"
         ) from error
-
-
-def _as_datetime(ms: int) -> Any:
-    from arq.utils import ms_to_datetime
-
-    return ms_to_datetime(ms)

@@ -29,7 +29,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds since the job was enqueued (since it reached the engine, for `queued_ms`'s end).
+    """Milliseconds since the job was enqueued.
 
     Enqueue time is the producer's clock and the rest the worker's: skew between two machines
     shows in these figures and nowhere else.
