@@ -13,6 +13,9 @@ Semantics that every backend honours:
   ``chunk_offsets[b]`` its first packed token; logits are those of each chunk's last token.
   A chunk has at least one token.
 * decode: ``seq_lens[b]`` counts the current token.
+* score, which a contract need not have: as prefill, but the logits are those of the packed tokens
+  that ``logit_rows`` names, in its order. A contract that has it says so by the capability
+  ``prompt_logits``.
 * K is stored after the q/k norm and RoPE; pages start zeroed.
 * The logits' width is the padded vocabulary; entries past the real one are finite garbage, so a
   sampler slices to the real vocabulary first.
@@ -36,7 +39,10 @@ from tidemill_contracts.models.errors import ContractIdentity, ContractMismatch
 
 CONTRACT_SCHEMA_VERSION = "1"
 
-Phase = Literal["prefill", "decode"]
+Phase = Literal["prefill", "decode", "score"]
+
+OPTIONAL_PHASES: Mapping[str, Phase] = MappingProxyType({"prompt_logits": "score"})
+"""Phases that a contract need not have, by the capability that says that it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ class RuntimeConfig:
     page_size: int
     """Tokens per KV page."""
     total_kv_pages: int
+    max_logit_rows: int = 64
+    """Most tokens whose logits one score call gives: each takes a row of the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +94,13 @@ class StageInputs:
     slot_mapping: Tensor
     """int32 [T]; negative where K and V must not be written."""
     logits: Tensor
-    """float32 [B, padded vocabulary], written by the stage."""
+    """float32 [B, padded vocabulary], of R rows in score; written by the stage."""
     chunk_lens: Tensor | None = None
-    """int32 [B], prefill only."""
+    """int32 [B], prefill and score."""
     chunk_offsets: Tensor | None = None
-    """int32 [B], prefill only."""
+    """int32 [B], prefill and score."""
+    logit_rows: Tensor | None = None
+    """int32 [R], score only: the packed tokens whose logits are asked for."""
 
     def named(self) -> Mapping[str, Tensor | None]:
         """The tensors by name."""
@@ -139,6 +149,9 @@ class HostJitFn(Protocol):
     def compile(self, *args: Tensor, config: RuntimeConfig) -> CompiledStage: ...
 
 
+DYNAMIC_SYMBOLS = frozenset({"T", "B", "PAGES"})
+"""Packed tokens, rows, columns of the block table. In score R, the rows of logits, is one too."""
+
 CompileArgsBuilder = Callable[[ModelConfig, RuntimeConfig], tuple[Tensor, ...]]
 RuntimeArgsBuilder = Callable[[StageInputs, StaticArgs, KVCache], tuple[Tensor, ...]]
 
@@ -154,8 +167,8 @@ class KernelSpec:
     host_jit_fn: HostJitFn
     compile_args_builder: CompileArgsBuilder
     runtime_args_builder: RuntimeArgsBuilder
-    dynamic_symbols: frozenset[str] = frozenset({"T", "B", "PAGES"})
-    """The shape symbols that differ from call to call: packed tokens, rows, table columns."""
+    dynamic_symbols: frozenset[str] = DYNAMIC_SYMBOLS
+    """The shape symbols that differ from call to call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from tidemill_contracts.models.errors import ModelError
 DEFAULT_PAGE_SIZE = 16
 KV_MEMORY_SHARE = 0.4
 """Of the memory that the weights leave free, where `kv_pages` is not given."""
+SCORED_LOGITS_BYTES = 64 << 20
+"""Of the float32 logits that one score call gives: 110 tokens of Qwen3's vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +63,17 @@ def plan_runtime(
             hint="float16 overflows in Qwen3; choose one with --dtype.",
         )
     page_size = options.page_size or contract.limits.get("page_size", DEFAULT_PAGE_SIZE)
+    max_step_tokens = max(options.max_step_tokens, options.max_rows)
+    logits_bytes = torch.float32.itemsize * contract.hooks.logits_width(config)
     runtime = RuntimeConfig(
         device=find_device(options.device),
         dtype=getattr(torch, dtype),
         max_batch_size=options.max_rows,
         max_seq_len=max_model_len,
-        max_step_tokens=max(options.max_step_tokens, options.max_rows),
+        max_step_tokens=max_step_tokens,
         page_size=page_size,
         total_kv_pages=options.kv_pages or 1,
+        max_logit_rows=min(max_step_tokens, max(1, SCORED_LOGITS_BYTES // logits_bytes)),
     )
     if options.kv_pages is None:
         pages = _pages_that_fit(config, contract, runtime)

@@ -108,7 +108,7 @@ def load_model(
     loaded = check(contract, config, runtime, requirements)
     contract.hooks.bind(loaded)
     compiled: dict[Phase, tuple[KernelSpec, CompiledStage, ArgChecker]] = {}
-    for phase in requirements.required_phases:
+    for phase in requirements.phases(contract):
         kernel = contract.stage(phase)
         args = kernel.compile_args_builder(config, runtime)
         checker = ArgChecker(

@@ -30,7 +30,7 @@ def _hook(found_by: str, **changes: Callable[..., Any]) -> Fault:
 
 
 def _stage(found_by: str, **changes: Callable[[Any], Any]) -> Fault:
-    """`changes` of both stages' fields."""
+    """`changes` of every stage's fields."""
 
     def make() -> ModelContract:
         contract = copied()
@@ -163,6 +163,17 @@ FAULTS: dict[str, Fault] = {
     "logits of a chunk's first token": _kernel(
         ("offset + length - 1 for", "offset for"), found_by="last-token-logits"
     ),
+    "logits are told in the order of the tokens, not as asked": _kernel(
+        ("asked = logit_rows.tolist()", "asked = sorted(logit_rows.tolist())"),
+        found_by="prompt-logits",
+    ),
+    "logits are those of the token after": _kernel(
+        (
+            "asked = logit_rows.tolist()",
+            "asked = [min(token + 1, len(input_ids) - 1) for token in logit_rows.tolist()]",
+        ),
+        found_by="prompt-logits",
+    ),
     "K is stored before RoPE and turned when it is read": _kernel(
         (
             "k = rotate(rms_norm(k, k_norm[layer], eps), cos, sin)",
@@ -236,7 +247,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "all logits are zero": _kernel(
         (
-            "logits.copy_(functional.linear(rms_norm(last, final_norm, eps), lm_head))",
+            "logits.copy_(functional.linear(rms_norm(hidden[told], final_norm, eps), lm_head))",
             "logits.zero_()",
         ),
         found_by="logits-written reference-logits",
@@ -248,8 +259,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "the last logit is not written": _kernel(
         (
-            "logits.copy_(functional.linear(rms_norm(last, final_norm, eps), lm_head))",
-            "logits[:, :-1] = functional.linear(rms_norm(last, final_norm, eps), lm_head)[:, :-1]",
+            "logits.copy_(functional.linear(rms_norm(hidden[told], final_norm, eps), lm_head))",
+            "logits[:, :-1] = functional.linear(rms_norm(hidden[told], final_norm, eps),"
+            " lm_head)[:, :-1]",
         ),
         found_by="logits-written",
     ),

@@ -38,10 +38,44 @@ def prefill(
     rms_norm_eps: Tensor,
     logits: Tensor,
 ) -> None:
-    offsets = chunk_offsets.tolist()
-    spans = list(zip(offsets, chunk_lens.tolist(), seq_lens.tolist(), strict=True))
+    spans = chunks(seq_lens, chunk_lens, chunk_offsets)
     run(
-        spans, input_ids, block_table, slot_mapping, embed, input_norm, wqkv, q_norm, k_norm,
+        spans, lasts(spans), input_ids, block_table, slot_mapping, embed, input_norm, wqkv, q_norm,
+        k_norm, rope_cos, rope_sin, k_cache, v_cache, wo, post_norm, w_gate_up, w_down,
+        final_norm, lm_head, rms_norm_eps, logits,
+    )  # fmt: skip
+
+
+def score(
+    input_ids: Tensor,
+    seq_lens: Tensor,
+    chunk_lens: Tensor,
+    chunk_offsets: Tensor,
+    logit_rows: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    embed: Tensor,
+    input_norm: Tensor,
+    wqkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rope_cos: Tensor,
+    rope_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    wo: Tensor,
+    post_norm: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    final_norm: Tensor,
+    lm_head: Tensor,
+    rms_norm_eps: Tensor,
+    logits: Tensor,
+) -> None:
+    spans = chunks(seq_lens, chunk_lens, chunk_offsets)
+    asked = logit_rows.tolist()
+    run(
+        spans, asked, input_ids, block_table, slot_mapping, embed, input_norm, wqkv, q_norm, k_norm,
         rope_cos, rope_sin, k_cache, v_cache, wo, post_norm, w_gate_up, w_down, final_norm,
         lm_head, rms_norm_eps, logits,
     )  # fmt: skip
@@ -73,14 +107,24 @@ def decode(
     lengths = seq_lens.tolist()
     spans = [(row, 1, length) for row, length in enumerate(lengths)]
     run(
-        spans, input_ids, block_table, slot_mapping, embed, input_norm, wqkv, q_norm, k_norm,
-        rope_cos, rope_sin, k_cache, v_cache, wo, post_norm, w_gate_up, w_down, final_norm,
-        lm_head, rms_norm_eps, logits,
+        spans, lasts(spans), input_ids, block_table, slot_mapping, embed, input_norm, wqkv, q_norm,
+        k_norm, rope_cos, rope_sin, k_cache, v_cache, wo, post_norm, w_gate_up, w_down,
+        final_norm, lm_head, rms_norm_eps, logits,
     )  # fmt: skip
+
+
+def chunks(seq_lens: Tensor, chunk_lens: Tensor, chunk_offsets: Tensor) -> list[Span]:
+    offsets = chunk_offsets.tolist()
+    return list(zip(offsets, chunk_lens.tolist(), seq_lens.tolist(), strict=True))
+
+
+def lasts(spans: list[Span]) -> list[int]:
+    return [offset + length - 1 for offset, length, _ in spans]
 
 
 def run(
     spans: list[Span],
+    told: list[int],
     input_ids: Tensor,
     block_table: Tensor,
     slot_mapping: Tensor,
@@ -132,8 +176,7 @@ def run(
         normed = rms_norm(hidden, post_norm[layer], eps)
         gate, up = functional.linear(normed, w_gate_up[layer]).chunk(2, dim=1)
         hidden = hidden + functional.linear(functional.silu(gate) * up, w_down[layer])
-    last = hidden[[offset + length - 1 for offset, length, _ in spans]]
-    logits.copy_(functional.linear(rms_norm(last, final_norm, eps), lm_head))
+    logits.copy_(functional.linear(rms_norm(hidden[told], final_norm, eps), lm_head))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:

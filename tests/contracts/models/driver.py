@@ -121,7 +121,7 @@ class Driver:
         self.spec = hooks.cache_spec(self.config, self.runtime)
         self.cache = self.spec.allocate(self.runtime.total_kv_pages)
         self.compiled = {}
-        for phase in ("prefill", "decode"):
+        for phase in ServingRequirements().phases(self.contract):
             stage = self.contract.stage(phase)
             dummies = stage.compile_args_builder(self.config, self.runtime)
             self.compiled[phase] = stage.host_jit_fn.compile(
@@ -140,9 +140,11 @@ class Driver:
 
     def prefill(self, *chunks: tuple[Row, Sequence[int]]) -> Tensor:
         """One call over all chunks; float32 [chunks, vocabulary]."""
-        lengths = [len(tokens) for _, tokens in chunks]
-        offsets = [sum(lengths[:index]) for index in range(len(lengths))]
-        return self._call("prefill", chunks, chunk_lens=lengths, chunk_offsets=offsets)
+        return self._call("prefill", chunks)
+
+    def score(self, *chunks: tuple[Row, Sequence[int]], logit_rows: Sequence[int]) -> Tensor:
+        """The same with the logits of those packed tokens, float32 [those, vocabulary]."""
+        return self._call("score", chunks, logit_rows)
 
     def decode(self, *rows: tuple[Row, int]) -> Tensor:
         """One token of each row; float32 [rows, vocabulary]."""
@@ -172,7 +174,7 @@ class Driver:
         self,
         phase: Phase,
         work: Sequence[tuple[Row, Sequence[int]]],
-        **chunk_fields: list[int],
+        logit_rows: Sequence[int] | None = None,
     ) -> Tensor:
         size = self.runtime.page_size
         slots: list[int] = []
@@ -188,8 +190,15 @@ class Driver:
         # Wider than any row needs: what lies past a row's pages is -1 and never read.
         width = max(len(row.pages) for row, _ in work) + 2
         table = [row.pages + [-1] * (width - len(row.pages)) for row, _ in work]
+        lengths = [len(tokens) for _, tokens in work]
+        offsets = [sum(lengths[:index]) for index in range(len(lengths))]
+        packed = phase != "decode"
         logits = torch.full(
-            (len(work), self.contract.hooks.logits_width(self.config)), float("nan")
+            (
+                len(work if logit_rows is None else logit_rows),
+                self.contract.hooks.logits_width(self.config),
+            ),
+            float("nan"),
         )
         inputs = StageInputs(
             input_ids=int32([token for _, tokens in work for token in tokens]),
@@ -197,7 +206,9 @@ class Driver:
             block_table=int32(table),
             slot_mapping=int32(slots),
             logits=logits,
-            **{name: int32(values) for name, values in chunk_fields.items()},
+            chunk_lens=int32(lengths) if packed else None,
+            chunk_offsets=int32(offsets) if packed else None,
+            logit_rows=None if logit_rows is None else int32(logit_rows),
         )
         stage = self.contract.stage(phase)
         args = stage.runtime_args_builder(self.edit(inputs), self.static, self.cache)

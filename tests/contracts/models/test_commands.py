@@ -41,7 +41,8 @@ def test_show_gives_each_stages_arguments_in_order() -> None:
     assert args == [arg.name for arg in contract.kernels["decode"].args]
     text = run("show", "qwen3", "dense").stdout
     assert contract.abi_fingerprint() in text
-    assert text.index("input_ids") < text.index("slot_mapping") < text.index("logits")
+    assert text.index("input_ids") < text.index("slot_mapping") < text.index(" logits ")
+    assert "\nscore runs score\n  qwen3_dense.score  (dynamic: B, PAGES, R, T)\n" in text
 
 
 def test_an_unknown_contract_is_an_error() -> None:

@@ -44,7 +44,7 @@ from tidemill_contracts.models.registry import (
 )
 from tidemill_contracts.models.requirements import ServingRequirements
 
-DENSE_FINGERPRINT = "c34aaea025cc766d79a68aff88d7e8c7cd5b4747d7de3e0c0a0b5421cc9ace95"
+DENSE_FINGERPRINT = "71ad72442996aaf6c970abb591009b82291cdfc0a8103db86dbc40edd1febae8"
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -250,6 +250,11 @@ class TestRequirements:
                 {"execution": {"prefill": ("prefill", "decode"), "decode": ("decode",)}},
                 "execution[prefill]",
             ),
+            (
+                {"execution": {"prefill": ("prefill",), "decode": ("decode",)}},
+                "execution[score]",
+            ),
+            ({"capabilities": frozenset({"paged_kv", "chunked_prefill"})}, "capabilities"),
         ],
     )
     def test_what_is_lacking_is_named(
@@ -264,19 +269,19 @@ class TestRequirements:
 
 
 class TestAbi:
-    @pytest.mark.parametrize("name", ["prefill", "decode"])
+    @pytest.mark.parametrize("name", ["prefill", "decode", "score"])
     def test_a_kernels_parameters_are_its_arguments(
         self, contract: ModelContract, name: str
     ) -> None:
         parameters = inspect.signature(contract.hooks.load_kernels().functions[name]).parameters
         assert list(parameters) == [arg.name for arg in contract.kernels[name].args]
 
-    @pytest.mark.parametrize("name", ["prefill", "decode"])
+    @pytest.mark.parametrize("name", ["prefill", "decode", "score"])
     def test_compile_arguments_hold_no_memory(self, contract: ModelContract, name: str) -> None:
         args = contract.kernels[name].compile_args_builder(model_config(), RUNTIME)
         assert all(arg.is_meta for arg in args)
 
-    @pytest.mark.parametrize("name", ["prefill", "decode"])
+    @pytest.mark.parametrize("name", ["prefill", "decode", "score"])
     def test_stages_are_filed_under_their_own_names(
         self, contract: ModelContract, name: str
     ) -> None:
@@ -293,6 +298,14 @@ class TestAbi:
         inputs = StageInputs(nothing, nothing, nothing, nothing, nothing)
         with pytest.raises(ContractMismatch, match="chunk_lens"):
             contract.stage("prefill").runtime_args_builder(
+                inputs, StrangeWeights(), KVCache(nothing, nothing)
+            )
+
+    def test_score_without_the_tokens_to_tell_of_is_refused(self, contract: ModelContract) -> None:
+        nothing = torch.empty(0)
+        inputs = StageInputs(*[nothing] * 5, chunk_lens=nothing, chunk_offsets=nothing)
+        with pytest.raises(ContractMismatch, match="logit_rows"):
+            contract.stage("score").runtime_args_builder(
                 inputs, StrangeWeights(), KVCache(nothing, nothing)
             )
 

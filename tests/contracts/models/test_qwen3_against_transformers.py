@@ -97,6 +97,8 @@ class Reference:
     """[prompts, new], as transformers chose them."""
     logits: Tensor
     """float32 [prompts, new, vocabulary]."""
+    prompt_logits: list[Tensor]
+    """Of each prompt, float32 [its tokens, vocabulary]."""
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -113,13 +115,17 @@ def reference(
     prompts = [[rng.randrange(vocab) for _ in range(length)] for length in LENGTHS]
     tokens = torch.empty(len(prompts), NEW_TOKENS, dtype=torch.long)
     logits = torch.empty(len(prompts), NEW_TOKENS, vocab)
+    prompt_logits = []
     with torch.no_grad():
         for index, prompt in enumerate(prompts):
             for step in range(NEW_TOKENS):
                 known = torch.tensor([prompt + tokens[index, :step].tolist()])
-                logits[index, step] = model(known, use_cache=False).logits[0, -1]
+                whole = model(known, use_cache=False).logits[0]
+                if step == 0:
+                    prompt_logits.append(whole)
+                logits[index, step] = whole[-1]
                 tokens[index, step] = logits[index, step].argmax()
-    return Reference(model_dir, prompts, tokens, logits)
+    return Reference(model_dir, prompts, tokens, logits, prompt_logits)
 
 
 def _assert_same(found: Tensor, reference: Reference, rows: slice = slice(None)) -> None:
@@ -146,6 +152,25 @@ def test_a_ragged_batch(reference: Reference, page_size: int) -> None:
 def test_chunked_prefill(reference: Reference, page_size: int, chunk: int) -> None:
     driver = Driver(reference.model_dir, page_size=page_size)
     _assert_same(driver.generate(reference.prompts, NEW_TOKENS, chunk=chunk), reference)
+
+
+def test_every_tokens_logits(reference: Reference) -> None:
+    driver = Driver(reference.model_dir)
+    tokens = sum(map(len, reference.prompts))
+    chunks = [(driver.row(), prompt) for prompt in reference.prompts]
+    found = driver.score(*chunks, logit_rows=range(tokens))
+    expected = torch.cat(reference.prompt_logits)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_every_other_tokens_logits_in_chunks(reference: Reference) -> None:
+    driver = Driver(reference.model_dir)
+    prompt, expected, row = reference.prompts[-1], reference.prompt_logits[-1], driver.row()
+    for start in range(0, len(prompt), 19):
+        chunk = prompt[start : start + 19]
+        asked = range(len(chunk) - 1, -1, -2)
+        found = driver.score((row, chunk), logit_rows=asked)
+        torch.testing.assert_close(found, expected[start:][list(asked)], rtol=0, atol=1e-4)
 
 
 def test_the_reference_is_no_near_constant(reference: Reference) -> None:

@@ -377,7 +377,8 @@ def test_shapes_on_the_meta_device(
     def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
 
-    chunks = () if decodes else (meta(3), meta(3))
+    # Of chunks, their lengths, their offsets, and the tokens to give logits for.
+    chunks = () if decodes else (meta(3), meta(3), meta(3))
     step = Step(meta(3), meta(3, 512 // page_size), meta(tokens), *chunks, host=host)
     weights = {name: tensor.to("meta") for name, tensor in driver.static.named().items()}
     chosen: Ops = ReferenceOps()

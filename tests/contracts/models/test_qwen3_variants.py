@@ -149,7 +149,7 @@ class TestContracts:
         names = [
             kernel.public_name for contract in contracts() for kernel in contract.kernels.values()
         ]
-        assert len(set(names)) == len(names) == 2 * len(VARIANTS)
+        assert len(set(names)) == len(names) == 3 * len(VARIANTS)
         assert get_contract("qwen3", "0.6b").stage("decode").public_name == "qwen3_0.6b.decode"
 
     def test_fingerprints_differ(self) -> None:

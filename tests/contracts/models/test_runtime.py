@@ -12,6 +12,7 @@ from tests.contracts.models.driver import small_config
 from tests.contracts.models.toy import toy_contract
 from tidemill_contracts.models import runtime as runtime_module
 from tidemill_contracts.models.config import ModelConfig
+from tidemill_contracts.models.contract import RuntimeConfig
 from tidemill_contracts.models.errors import ContractMismatch, ModelError
 from tidemill_contracts.models.runtime import (
     KV_MEMORY_SHARE,
@@ -24,9 +25,11 @@ from tidemill_contracts.models.runtime import (
 CONFIG = ModelConfig.from_hf(small_config(), "the/model")
 
 
-def plan(limits: dict[str, int] | None = None, **options: Any) -> Any:
+def plan(
+    limits: dict[str, int] | None = None, config: ModelConfig = CONFIG, **options: Any
+) -> RuntimeConfig:
     contract = replace(toy_contract(), limits=limits or {})
-    return plan_runtime(CONFIG, contract, RuntimeOptions(**options))
+    return plan_runtime(config, contract, RuntimeOptions(**options))
 
 
 def test_what_is_not_given_comes_from_model_and_contract() -> None:
@@ -40,6 +43,12 @@ def test_what_is_not_given_comes_from_model_and_contract() -> None:
 
 def test_a_step_has_room_for_every_row() -> None:
     assert plan(max_rows=64, max_step_tokens=8).max_step_tokens == 64
+
+
+def test_the_logits_of_one_score_call_stay_within_their_bytes() -> None:
+    # 64 MiB of float32 are 110 rows of Qwen3's vocabulary; the toy's is small.
+    assert plan(config=replace(CONFIG, vocab_size=151_936)).max_logit_rows == 110
+    assert plan(max_step_tokens=300).max_logit_rows == 300
 
 
 def test_pages_are_as_many_as_rows_can_use(monkeypatch: pytest.MonkeyPatch) -> None:

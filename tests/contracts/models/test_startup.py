@@ -245,6 +245,27 @@ def test_optional_capabilities_are_found_where_they_are() -> None:
     assert requirements.found_optional(toy_contract()) == {"paged_kv"}
 
 
+def test_a_phase_that_a_contract_need_not_have_is_run_where_it_is_declared() -> None:
+    contract = toy_contract()
+    assert set(start(contract).stages) == {"prefill", "decode"}
+    declared = contract.capabilities | {"prompt_logits"}
+    with pytest.raises(ContractMismatch, match=r"execution\[score\]"):
+        start(replace(contract, capabilities=declared))
+    kernel = replace(contract.kernels["prefill"], name="score", public_name="toy.score")
+    scoring = replace(
+        with_functions(contract, score=prefill),
+        execution={**contract.execution, "score": ("score",)},
+        kernels={**contract.kernels, "score": kernel},
+    )
+    with pytest.raises(ContractMismatch, match="also prompt_logits, since there is a phase"):
+        start(scoring)
+    assert set(start(replace(scoring, capabilities=declared)).stages) == {
+        "prefill",
+        "decode",
+        "score",
+    }
+
+
 def _decode_inputs(rows: int = 2) -> StageInputs:
     ints = torch.arange(rows, dtype=torch.int32)
     return StageInputs(

@@ -103,9 +103,11 @@ def with_page_size(
 ) -> RuntimeConfig:
     """The same run on pages of another size: all rows fit at full length, with a page to spare."""
     pages = runtime.max_batch_size * -(-runtime.max_seq_len // page_size) + 1
+    tokens = runtime.max_batch_size * runtime.max_seq_len
     return dataclasses.replace(
         runtime,
-        max_step_tokens=runtime.max_batch_size * runtime.max_seq_len,
+        max_step_tokens=tokens,
+        max_logit_rows=tokens,
         page_size=page_size,
         total_kv_pages=max(pages, contract.limits.get("min_kv_pages", 1)),
     )

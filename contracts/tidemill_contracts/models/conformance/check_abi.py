@@ -105,12 +105,17 @@ def _two_calls(session: Session, kernel: KernelSpec) -> list[StageInputs]:
         return inputs
 
     harness, row = session.harness(), Row()
-    first = kernel is session.contract.stage("prefill")
-    harness.prefill((row, session.tokens(5)), edit=note if first else None)
-    harness.prefill((row, session.tokens(3)), edit=note if first else None)
-    if not first:
+    contract = session.contract
+    if kernel is contract.stage("prefill"):
+        harness.prefill((row, session.tokens(5)), edit=note)
+        harness.prefill((row, session.tokens(3)), edit=note)
+    elif kernel is contract.stage("decode"):
+        harness.prefill((row, session.tokens(5)))
         harness.decode((row, 1), edit=note)
         harness.decode((row, 0), edit=note)
+    else:
+        harness.score((row, session.tokens(5)), logit_rows=[4, 1], edit=note)
+        harness.score((row, session.tokens(3)), logit_rows=[0], edit=note)
     return seen
 
 

@@ -90,6 +90,32 @@ def last_token_logits(session: Session) -> None:
     session.expect(found, expected, labels, "where the last token is a chunk of its own")
 
 
+def prompt_logits(session: Session) -> None:
+    """Score gives the logits of just the tokens that are asked for, as prefills that end there."""
+    if "score" not in session.model().stages:
+        raise CheckSkipped("the contract has no phase `score`")
+    chunks = [prompt[:-1] for prompt in session.prompts]
+    packed = [(row, end) for row, chunk in enumerate(chunks) for end in range(1, len(chunk) + 1)]
+    # Neither all tokens nor in order, but among them every chunk's last one.
+    asked = [
+        token
+        for token, (row, end) in reversed(list(enumerate(packed)))
+        if end == len(chunks[row]) or end % 3 == 0
+    ]
+    harness, rows = session.harness(), [Row() for _ in chunks]
+    found = harness.score(*zip(rows, chunks, strict=True), logit_rows=asked)
+    decoded = harness.decode(*((row, 1) for row in rows))
+    places = [packed[token] for token in asked]
+    expected = [session.harness().prefill((Row(), chunks[row][:end])) for row, end in places]
+    labels = [f"row {row}, token {end} of {len(chunks[row])}" for row, end in places]
+    session.expect(found, torch.cat(expected), labels, "in a prefill that ends there")
+
+    harness, rows = session.harness(), [Row() for _ in chunks]
+    harness.prefill(*zip(rows, chunks, strict=True))
+    labels = [f"row {row}, the decode after it" for row in range(len(rows))]
+    session.expect(decoded, harness.decode(*((row, 1) for row in rows)), labels, "after prefill")
+
+
 def absolute_positions(session: Session) -> None:
     """A later chunk's tokens have the positions that they have in the row, as decode counts."""
     prompt = session.prompts[0]

@@ -43,9 +43,13 @@ class Harness:
 
     def prefill(self, *chunks: tuple[Row, Prompt], edit: Edit | None = None) -> Tensor:
         """One call over all chunks; float32 [chunks, real vocabulary] on the CPU."""
-        lengths = [len(tokens) for _, tokens in chunks]
-        offsets = [sum(lengths[:index]) for index in range(len(lengths))]
-        return self._call("prefill", chunks, edit, chunk_lens=lengths, chunk_offsets=offsets)
+        return self._call("prefill", chunks, edit)
+
+    def score(
+        self, *chunks: tuple[Row, Prompt], logit_rows: Sequence[int], edit: Edit | None = None
+    ) -> Tensor:
+        """The same with the logits of the packed tokens `logit_rows`, [those, real vocabulary]."""
+        return self._call("score", chunks, edit, logit_rows)
 
     def decode(self, *rows: tuple[Row, int], edit: Edit | None = None) -> Tensor:
         """One token of each row; float32 [rows, real vocabulary] on the CPU."""
@@ -93,8 +97,7 @@ class Harness:
         phase: Phase,
         work: Sequence[tuple[Row, Prompt]],
         edit: Edit | None,
-        chunk_lens: list[int] | None = None,
-        chunk_offsets: list[int] | None = None,
+        logit_rows: Sequence[int] | None = None,
     ) -> Tensor:
         runtime = self.model.runtime
         size = runtime.page_size
@@ -108,14 +111,18 @@ class Harness:
         # Wider than the rows need, where it may be: what lies past a row's pages is never read.
         most = -(-runtime.max_seq_len // size)
         width = min(max(len(row.pages) for row, _ in work) + 2, most)
+        lengths = [len(tokens) for _, tokens in work]
+        offsets = [sum(lengths[:index]) for index in range(len(lengths))]
+        packed = phase != "decode"
         inputs = StageInputs(
             input_ids=self.int32([token for _, tokens in work for token in tokens]),
             seq_lens=self.int32([row.length for row, _ in work]),
             block_table=self.int32([(row.pages + [-1] * width)[:width] for row, _ in work]),
             slot_mapping=self.int32(slots),
-            logits=self.logits(len(work)),
-            chunk_lens=None if chunk_lens is None else self.int32(chunk_lens),
-            chunk_offsets=None if chunk_offsets is None else self.int32(chunk_offsets),
+            logits=self.logits(len(work if logit_rows is None else logit_rows)),
+            chunk_lens=self.int32(lengths) if packed else None,
+            chunk_offsets=self.int32(offsets) if packed else None,
+            logit_rows=None if logit_rows is None else self.int32(logit_rows),
         )
         if edit is not None:
             inputs = edit(inputs)

@@ -69,6 +69,7 @@ CHECKS = (
             check_rows.pad_vocabulary,
             check_rows.inputs_not_written,
             check_rows.last_token_logits,
+            check_rows.prompt_logits,
             check_rows.absolute_positions,
             check_rows.chunk_offsets,
             check_rows.chunked_equals_whole,

@@ -1,9 +1,10 @@
 """The arguments of the stages, in order, and the tuples that the worker passes.
 
-Shape symbols: T packed tokens, B rows, PAGES columns of the block table, P pages of the cache,
-PAGE tokens of a page, L layers, H hidden, QH and KVH heads, D head size, V vocabulary, MAX_SEQ
-the longest row; QD is QH·D, QKV is (QH + 2·KVH)·D. I is the intermediate size, of one expert
-where there are E of them, GU is 2·I; every token goes to K experts.
+Shape symbols: T packed tokens, B rows, R tokens to give logits for, PAGES columns of the block
+table, P pages of the cache, PAGE tokens of a page, L layers, H hidden, QH and KVH heads, D head
+size, V vocabulary, MAX_SEQ the longest row; QD is QH·D, QKV is (QH + 2·KVH)·D. I is the
+intermediate size, of one expert where there are E of them, GU is 2·I; every token goes to K
+experts.
 """
 
 from __future__ import annotations
@@ -70,10 +71,11 @@ _HEAD: Specs = (
     TensorArgSpec("rms_norm_eps", "fp32", (1,)),
 )
 _LOGITS: Specs = (TensorArgSpec("logits", "fp32", ("B", "V"), "out"),)
+_LOGIT_ROWS: Specs = (TensorArgSpec("logit_rows", "int32", ("R",)),)
 
 
 def model_specs(kind: Kind) -> Specs:
-    """What both stages take besides the step's own inputs."""
+    """What every stage takes besides the step's own inputs."""
     return (*_ATTENTION, *_FEED_FORWARD[kind], *_HEAD)
 
 
@@ -86,7 +88,8 @@ class StageAbi:
 
     def compile_args(self, config: ModelConfig, runtime: RuntimeConfig) -> tuple[Tensor, ...]:
         """Tensors of the largest step's shapes on the meta device: they hold no memory."""
-        sizes = {**shape_sizes(config, runtime), "T": runtime.max_step_tokens}
+        largest = {"T": runtime.max_step_tokens, "R": runtime.max_logit_rows}
+        sizes = {**shape_sizes(config, runtime), **largest}
         return tuple(_meta(spec, sizes, runtime) for spec in self.args)
 
     def runtime_args(
@@ -109,6 +112,12 @@ def prefill_specs(kind: Kind) -> Specs:
     return (*_ROWS, *_CHUNKS, *_PLACES, *model_specs(kind), *_LOGITS)
 
 
+def score_specs(kind: Kind) -> Specs:
+    """As prefill, with logits of the tokens that are asked for."""
+    logits = tuple(_renamed(spec, "B", "R") for spec in _LOGITS)
+    return (*_ROWS, *_CHUNKS, *_LOGIT_ROWS, *_PLACES, *model_specs(kind), *logits)
+
+
 def decode_specs(kind: Kind) -> Specs:
     """In decode every row has one token: T is B."""
     specs = (*_ROWS, *_PLACES, *model_specs(kind), *_LOGITS)
@@ -121,7 +130,7 @@ def _renamed(spec: TensorArgSpec, old: str, new: str) -> TensorArgSpec:
 
 
 def shape_sizes(config: ModelConfig, runtime: RuntimeConfig) -> dict[str, int]:
-    """What the shape symbols stand for, T apart."""
+    """What the shape symbols stand for, T and R apart."""
     heads, kv_heads, head = (
         config.num_attention_heads,
         config.num_key_value_heads,

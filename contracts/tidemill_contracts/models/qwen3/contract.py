@@ -6,7 +6,7 @@ The arithmetic is in `kernels`, the layout of the weights in `weights`, the argu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +14,7 @@ import torch
 
 from tidemill_contracts.models.config import ModelConfig
 from tidemill_contracts.models.contract import (
+    DYNAMIC_SYMBOLS,
     CacheSpec,
     KernelSpec,
     KVCache,
@@ -32,6 +33,7 @@ from tidemill_contracts.models.qwen3.abi import (
     cache_shape,
     decode_specs,
     prefill_specs,
+    score_specs,
     weight_bytes,
 )
 from tidemill_contracts.models.qwen3.host import DeviceHostFn, Kernel
@@ -56,7 +58,7 @@ def contract_of(variant: Variant) -> ModelContract:
     ) -> ContractMismatch:
         return contract.mismatch(field, found=found, expected=expected, hint=hint)
 
-    def stage(name: str, specs: Specs) -> KernelSpec:
+    def stage(name: str, specs: Specs, *dynamic: str) -> KernelSpec:
         abi = StageAbi(specs, mismatch)
         public_name = f"{FAMILY}_{variant.name}.{name}"
         return KernelSpec(
@@ -66,17 +68,19 @@ def contract_of(variant: Variant) -> ModelContract:
             host_jit_fn=DeviceHostFn(public_name, specs, decodes=name == "decode"),
             compile_args_builder=abi.compile_args,
             runtime_args_builder=abi.runtime_args,
+            dynamic_symbols=DYNAMIC_SYMBOLS.union(dynamic),
         )
 
     kernels = {
         "prefill": stage("prefill", prefill_specs(variant.kind)),
         "decode": stage("decode", decode_specs(variant.kind)),
+        "score": stage("score", score_specs(variant.kind), "R"),
     }
     contract = ModelContract(
         model=ModelId(FAMILY, variant.name),
-        capabilities=frozenset({"paged_kv", "chunked_prefill"}),
+        capabilities=frozenset({"paged_kv", "chunked_prefill", "prompt_logits"}),
         limits=variant.limits,
-        execution={"prefill": ("prefill",), "decode": ("decode",)},
+        execution={"prefill": ("prefill",), "decode": ("decode",), "score": ("score",)},
         kernels=kernels,
         hooks=Qwen3Hooks(variant, kernels, mismatch),
     )
@@ -94,13 +98,11 @@ class Qwen3Hooks:
     def load_kernels(self) -> LoadedKernelModules:
         from tidemill_contracts.models.qwen3 import kernels
 
-        functions: Mapping[str, Callable[..., None]] = (
-            {"prefill": kernels.dense_prefill, "decode": kernels.dense_decode}
-            if self.variant.kind == "dense"
-            else {"prefill": kernels.moe_prefill, "decode": kernels.moe_decode}
-        )
         return LoadedKernelModules(
-            functions={name: Kernel(function) for name, function in functions.items()},
+            functions={
+                name: Kernel(getattr(kernels, f"{self.variant.kind}_{name}"))
+                for name in self.kernels
+            },
             constants={},
         )
 

@@ -22,6 +22,45 @@ FeedForward = Callable[[Ops, int, Tensor], Tensor]
 """Of one layer, by its number: [T, H] to [T, H]."""
 
 
+def dense_score(
+    ops: Ops,
+    input_ids: Tensor,
+    seq_lens: Tensor,
+    chunk_lens: Tensor,
+    chunk_offsets: Tensor,
+    logit_rows: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    embed: Tensor,
+    input_norm: Tensor,
+    wqkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rope_cos: Tensor,
+    rope_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    wo: Tensor,
+    post_norm: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    final_norm: Tensor,
+    lm_head: Tensor,
+    rms_norm_eps: Tensor,
+    logits: Tensor,
+) -> None:
+    """Runs one chunk of each row; ``logits[i]`` are those of packed token ``logit_rows[i]``.
+
+    Earlier chunks are read from the cache, so chunked and whole prefill are one code path.
+    """
+    step = Step(seq_lens, block_table, slot_mapping, chunk_lens, chunk_offsets, logit_rows)
+    model = Transformer(
+        embed, input_norm, wqkv, q_norm, k_norm, rope_cos, rope_sin, wo, post_norm,
+        dense(w_gate_up, w_down), final_norm, lm_head, rms_norm_eps,
+    )  # fmt: skip
+    model.run(ops, step, input_ids, k_cache, v_cache, logits)
+
+
 def dense_prefill(
     ops: Ops,
     input_ids: Tensor,
@@ -48,16 +87,13 @@ def dense_prefill(
     rms_norm_eps: Tensor,
     logits: Tensor,
 ) -> None:
-    """Runs one chunk of each row; ``logits[b]`` are those of row b's last token.
-
-    Earlier chunks are read from the cache, so chunked and whole prefill are one code path.
-    """
-    step = Step(seq_lens, block_table, slot_mapping, chunk_lens, chunk_offsets)
-    model = Transformer(
-        embed, input_norm, wqkv, q_norm, k_norm, rope_cos, rope_sin, wo, post_norm,
-        dense(w_gate_up, w_down), final_norm, lm_head, rms_norm_eps,
+    """`dense_score` whose ``logits[b]`` are those of row b's last token."""
+    dense_score(
+        ops, input_ids, seq_lens, chunk_lens, chunk_offsets, chunk_offsets + chunk_lens - 1,
+        block_table, slot_mapping, embed, input_norm, wqkv, q_norm, k_norm, rope_cos, rope_sin,
+        k_cache, v_cache, wo, post_norm, w_gate_up, w_down, final_norm, lm_head, rms_norm_eps,
+        logits,
     )  # fmt: skip
-    model.run(ops, step, input_ids, k_cache, v_cache, logits)
 
 
 def dense_decode(
@@ -93,6 +129,46 @@ def dense_decode(
     model.run(ops, step, input_ids, k_cache, v_cache, logits)
 
 
+def moe_score(
+    ops: Ops,
+    input_ids: Tensor,
+    seq_lens: Tensor,
+    chunk_lens: Tensor,
+    chunk_offsets: Tensor,
+    logit_rows: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    embed: Tensor,
+    input_norm: Tensor,
+    wqkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rope_cos: Tensor,
+    rope_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    wo: Tensor,
+    post_norm: Tensor,
+    router: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    expert_ranks: Tensor,
+    norm_topk: Tensor,
+    final_norm: Tensor,
+    lm_head: Tensor,
+    rms_norm_eps: Tensor,
+    logits: Tensor,
+) -> None:
+    """`dense_score` with experts."""
+    step = Step(seq_lens, block_table, slot_mapping, chunk_lens, chunk_offsets, logit_rows)
+    model = Transformer(
+        embed, input_norm, wqkv, q_norm, k_norm, rope_cos, rope_sin, wo, post_norm,
+        mixture(router, w_gate_up, w_down, expert_ranks, norm_topk), final_norm, lm_head,
+        rms_norm_eps,
+    )  # fmt: skip
+    model.run(ops, step, input_ids, k_cache, v_cache, logits)
+
+
 def moe_prefill(
     ops: Ops,
     input_ids: Tensor,
@@ -123,13 +199,12 @@ def moe_prefill(
     logits: Tensor,
 ) -> None:
     """`dense_prefill` with experts."""
-    step = Step(seq_lens, block_table, slot_mapping, chunk_lens, chunk_offsets)
-    model = Transformer(
-        embed, input_norm, wqkv, q_norm, k_norm, rope_cos, rope_sin, wo, post_norm,
-        mixture(router, w_gate_up, w_down, expert_ranks, norm_topk), final_norm, lm_head,
-        rms_norm_eps,
+    moe_score(
+        ops, input_ids, seq_lens, chunk_lens, chunk_offsets, chunk_offsets + chunk_lens - 1,
+        block_table, slot_mapping, embed, input_norm, wqkv, q_norm, k_norm, rope_cos, rope_sin,
+        k_cache, v_cache, wo, post_norm, router, w_gate_up, w_down, expert_ranks, norm_topk,
+        final_norm, lm_head, rms_norm_eps, logits,
     )  # fmt: skip
-    model.run(ops, step, input_ids, k_cache, v_cache, logits)
 
 
 def moe_decode(
@@ -215,11 +290,10 @@ class Transformer:
         v_cache: Tensor,
         logits: Tensor,
     ) -> None:
-        """Writes K and V of all tokens and the logits, float32 [B, V], of each row's last."""
+        """Writes K and V of all tokens, and the float32 logits of those that the step names."""
         hidden = self.hidden(ops, step, input_ids, k_cache, v_cache)
-        last = step.last_tokens()
-        if last is not None:
-            hidden = hidden.index_select(0, last)
+        if step.logit_rows is not None:
+            hidden = hidden.index_select(0, step.logit_rows)
         normed = ops.rms_norm(hidden, self.final_norm, self.rms_norm_eps)
         logits.copy_(functional.linear(normed, self.lm_head))
 

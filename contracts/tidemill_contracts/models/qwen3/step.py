@@ -43,6 +43,7 @@ class Step:
         slot_mapping: Tensor,
         chunk_lens: Tensor | None = None,
         chunk_offsets: Tensor | None = None,
+        logit_rows: Tensor | None = None,
         host: HostStep | None = None,
     ) -> None:
         self.seq_lens = seq_lens
@@ -51,6 +52,8 @@ class Step:
         self._chunks = None
         if chunk_lens is not None and chunk_offsets is not None:
             self._chunks = (chunk_lens, chunk_offsets)
+        self.logit_rows = logit_rows
+        """int32: the packed tokens whose logits are asked for; ``None`` for every one, in order."""
         if host is not None:
             self.__dict__["host"] = host
 
@@ -79,10 +82,3 @@ class Step:
         host = self.host
         spans = [torch.arange(host.ends[b] - host.lengths[b], host.ends[b]) for b in host.order]
         return torch.cat(spans).to(self.seq_lens.device)
-
-    def last_tokens(self) -> Tensor | None:
-        """int64 [B]: each row's last packed token; ``None`` where every token is one."""
-        if self._chunks is None:
-            return None
-        lengths, offsets = self._chunks
-        return (offsets + lengths - 1).long()
