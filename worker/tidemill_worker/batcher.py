@@ -113,6 +113,12 @@ class Batcher:
             )
         if job.deadline is not None and job.deadline <= time.time():
             raise JobFailed.of(ErrorCode.EXPIRED, "The deadline passed before the job was started")
+        if job.sampling.prompt_logprobs is not None and self.runner.lacks("score"):
+            raise JobFailed.of(
+                ErrorCode.NOT_SUPPORTED,
+                f"The contract {self.runner.contract.model} of this worker lacks the capability"
+                " `prompt_logits` - at `$.sampling.prompt_logprobs`",
+            )
         prompt = await self._encode(job)
         rows = make_rows(
             job,

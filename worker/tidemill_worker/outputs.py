@@ -36,10 +36,15 @@ def make_rows(
 ) -> list[Row]:
     """One row for each output that the job asks for, seeded one by one.
 
-    Raises `JobFailed` where an option names a token that the model does not have.
+    Raises `JobFailed` where an option names a token that the model does not have, or the result
+    would be too large.
     """
     asked = job.sampling
     _check_tokens(job, text.vocab_size)
+    try:
+        asked.check_prompt_logprobs(len(prompt.token_ids))
+    except ValueError as error:
+        raise JobFailed.of(ErrorCode.INVALID_JOB, str(error)) from None
     sampling = _effective(job, prompt, text)
     ends = set(asked.stop_token_ids)
     if not asked.ignore_eos:
@@ -64,7 +69,12 @@ def make_rows(
                 id=job_id if asked.n == 1 else f"{job_id}#{index}",
                 token_ids=list(prompt.token_ids),
                 max_len=len(prompt.token_ids) + max_tokens,
-                sampling=dataclasses.replace(sampling, seed=nth_seed(sampling.seed, index)),
+                sampling=dataclasses.replace(
+                    sampling,
+                    seed=nth_seed(sampling.seed, index),
+                    # Outputs have one prompt: the first row tells of it.
+                    prompt_logprobs=None if index else asked.prompt_logprobs,
+                ),
                 end_token_ids=frozenset(ends),
                 min_tokens=min(asked.min_tokens, max_tokens),
                 text=output,
@@ -93,6 +103,7 @@ def make_result(
     for row in rows:
         if row.error is not None:
             raise JobFailed(row.error)
+    asked = job.sampling
     outputs = [_completion(job, prompt, row) for row in rows]
     first, first_row = outputs[0], rows[0]
     return GenerationResult(
@@ -111,6 +122,9 @@ def make_result(
         ),
         sampling=_told(first_row.sampling),
         outputs=outputs if len(outputs) > 1 else [],
+        prompt_logprobs=(
+            None if asked.prompt_logprobs is None else [None, *first_row.prompt_logprobs]
+        ),
     )
 
 

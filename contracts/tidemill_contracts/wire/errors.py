@@ -38,6 +38,8 @@ class ErrorCode(StrEnum):
     """Prompt and requested tokens exceed the context, or the whole KV cache."""
     NONFINITE_LOGITS = "nonfinite_logits"
     """The model produced NaN or infinite logits for this job."""
+    NOT_SUPPORTED = "not_supported"
+    """The job asks for what this worker's contract cannot do; the message names the capability."""
     MAX_TRIES_EXCEEDED = "max_tries_exceeded"
     """The workers that ran the job died or gave up too often."""
 

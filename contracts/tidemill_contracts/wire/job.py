@@ -20,6 +20,8 @@ MAX_MESSAGES = 4_096
 MAX_TOKEN_ID = 2**31 - 1
 MAX_OUTPUTS = 64
 MAX_LOGPROBS = 128
+MAX_PROMPT_LOGPROBS = 262_144
+"""Log probabilities of prompt tokens in one result: up to some 9 MB of it."""
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 256
 MAX_LISTED_TOKENS = 4_096
@@ -103,8 +105,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Give each token's log probability, and those of this many likeliest ones."""
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROBS)] = []
     """Give the log probabilities of these tokens at each place: cheap scoring of labels."""
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Give the prompt tokens' log probabilities too, and those of this many likeliest ones and of
+    `logprob_token_ids` in each place: `MAX_PROMPT_LOGPROBS` in all at most. Such a prompt is
+    computed whole, whatever the prefix cache holds."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+
+    def check_prompt_logprobs(self, prompt_len: int) -> None:
+        """Raises `ValueError` where those of a prompt of so many tokens are more than allowed."""
+        if self.prompt_logprobs is None:
+            return
+        each = 1 + self.prompt_logprobs + len(self.logprob_token_ids)
+        if prompt_len * each > MAX_PROMPT_LOGPROBS:
+            raise ValueError(
+                f"{prompt_len:,} prompt tokens with {each:,} log probabilities each are more than"
+                f" the {MAX_PROMPT_LOGPROBS:,} that one result may hold"
+                " - at `$.sampling.prompt_logprobs`"
+            )
 
     @property
     def stops(self) -> list[str]:
@@ -204,3 +222,5 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "Expected exactly one of `prompt`, `messages` and `prompt_token_ids`,"
                 f" got {found} - at `$`"
             )
+        if self.prompt_token_ids is not None:
+            self.sampling.check_prompt_logprobs(len(self.prompt_token_ids))

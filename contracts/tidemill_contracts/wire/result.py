@@ -44,7 +44,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log probabilities at one place of the output, before temperature and filters."""
+    """Log probabilities at one place of output or prompt, before temperature and filters."""
 
     logprob: float
     """Of the token that stands there."""
@@ -91,6 +91,9 @@ class GenerationResult(Completion, frozen=True, kw_only=True):
     """The effective sampling: what the job left open, filled in."""
     outputs: list[Completion] = []
     """Every output, the first included, where the job asked for more than one."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry a prompt token, where the job asked for them; ``None`` for the first token, which
+    has nothing before it."""
     schema_version: int = SCHEMA_VERSION
 
 

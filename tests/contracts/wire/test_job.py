@@ -57,6 +57,14 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"prompt": "x", "sampling": {"stop_token_ids": [-1]}}, "`$.sampling.stop_token_ids[0]`"),
     ({"prompt": "x", "sampling": {"logprobs": 10**6}}, "`$.sampling.logprobs`"),
     ({"prompt": "x", "sampling": {"min_tokens": -1}}, "`$.sampling.min_tokens`"),
+    ({"prompt": "x", "sampling": {"prompt_logprobs": -1}}, "`$.sampling.prompt_logprobs`"),
+    ({"prompt": "x", "sampling": {"prompt_logprobs": 129}}, "`$.sampling.prompt_logprobs`"),
+    ({"prompt": "x", "sampling": {"prompt_logprobs": True}}, "`$.sampling.prompt_logprobs`"),
+    (
+        {"prompt_token_ids": [1] * 2_033, "sampling": {"prompt_logprobs": 128}},
+        "2,033 prompt tokens with 129 log probabilities each are more than the 262,144 that one"
+        " result may hold - at `$.sampling.prompt_logprobs`",
+    ),
     (
         {"prompt": "x", "sampling": {"repetition_detection": {"min_count": 1}}},
         "`$.sampling.repetition_detection.min_count`",

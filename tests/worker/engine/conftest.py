@@ -7,7 +7,8 @@ was never written answers wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,16 @@ def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def expected_tops(prompt: Sequence[int]) -> list[list[int]]:
+    """The likeliest token in each place of a prompt from the second on."""
+    return [[next_token(prompt[:place])] for place in range(1, len(prompt))]
+
+
+def tops(row: Row) -> list[list[int]]:
+    """What the row has told of its prompt: of each place, the likeliest tokens."""
+    return [list(entry.top) for entry in row.prompt_logprobs]
+
+
 class FakeRunner:
     """Keeps token ids in slots; checks the budgets that a plan must keep to."""
 
@@ -46,6 +57,9 @@ class FakeRunner:
         self.cache = np.full(pool.total * pool.page_size, -1, np.int64)
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
+        self.max_logit_rows = 8
+        self.told: list[tuple[Row, int]] = []
+        """Every row and place that `score` has told of."""
         self.raise_for: Callable[[Row], bool] = lambda row: False
         self.nan_for: Callable[[Row], bool] = lambda row: False
 
@@ -55,24 +69,41 @@ class FakeRunner:
         assert (pages >= 0).all(), "a position has no page"
         return pages * self.page_size + positions % self.page_size
 
-    def _compute(self, row: Row, tables: BlockTables, length: int) -> Tensor:
+    def _compute(
+        self, row: Row, tables: BlockTables, length: int, places: Iterable[int] = ()
+    ) -> Tensor:
+        """The logits of these places, of the last token where there are none."""
         end = row.computed + length
         self.cache[self._slots(row, tables, row.computed, end)] = row.token_ids[row.computed : end]
-        logits = torch.zeros(VOCAB)
-        logits[next_token(self.cache[self._slots(row, tables, 0, end)])] = 1.0
+        seen = self.cache[self._slots(row, tables, 0, end)]
+        places = list(places) or [end - 1]
+        logits = torch.zeros(len(places), VOCAB)
+        for line, place in enumerate(places):
+            logits[line, next_token(seen[: place + 1])] = 1.0
         return logits * torch.nan if self.nan_for(row) else logits
 
     def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
         assert len(rows) <= self.max_rows
         if any(self.raise_for(row) for row in rows):
             raise RuntimeError("planted fault")
-        return torch.stack([self._compute(row, tables, 1) for row in rows])
+        return torch.cat([self._compute(row, tables, 1) for row in rows])
 
     def prefill(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
         assert sum(chunk.length for chunk in chunks) <= self.max_step_tokens
+        assert not any(chunk.told for chunk in chunks)
         if any(self.raise_for(chunk.row) for chunk in chunks):
             raise RuntimeError("planted fault")
-        return torch.stack([self._compute(c.row, tables, c.length) for c in chunks])
+        return torch.cat([self._compute(c.row, tables, c.length) for c in chunks])
+
+    def score(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
+        assert sum(chunk.length for chunk in chunks) <= self.max_step_tokens
+        assert all(chunk.told for chunk in chunks)
+        told = [(chunk.row, place) for chunk in chunks for place in chunk.told]
+        assert len(told) <= self.max_logit_rows
+        if any(self.raise_for(chunk.row) for chunk in chunks):
+            raise RuntimeError("planted fault")
+        self.told += told
+        return torch.cat([self._compute(c.row, tables, c.length, c.told) for c in chunks])
 
 
 class Bench:
@@ -105,13 +136,18 @@ class Bench:
 
 
 def make_row(
-    prompt: Sequence[int], max_tokens: int = 8, *, name: str = "row", **fields: object
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    name: str = "row",
+    prompt_logprobs: int | None = None,
+    **fields: object,
 ) -> Row:
     return Row(
         id=name,
         token_ids=list(prompt),
         max_len=len(prompt) + max_tokens,
-        sampling=GREEDY,
+        sampling=replace(GREEDY, prompt_logprobs=prompt_logprobs),
         **fields,  # type: ignore[arg-type]
     )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.engine.conftest import Bench, expected_tokens, make_row
+from tests.worker.engine.conftest import Bench, expected_tokens, expected_tops, make_row, tops
 from tidemill_contracts.models.errors import KVCacheLost
-from tidemill_contracts.wire import ErrorCode
+from tidemill_contracts.wire import ErrorCode, JobError
 from tidemill_worker.engine.engine import Engine
 from tidemill_worker.engine.row import Row
 
@@ -264,3 +265,122 @@ def test_a_bug_in_the_loop_is_reported_and_ends_the_thread() -> None:
     threaded.engine._thread.join(10)
     assert str(threaded.crash) == "planted bug"
     assert not threaded.engine.alive
+
+
+def _told_once(bench: Bench, row: Row) -> bool:
+    """Whether the row's prompt was told of, each place once and in order. The last one tells of
+    the first output token, so it may be left to prefill or decode."""
+    places = [place for told, place in bench.runner.told if told is row]
+    assert len(places) in (row.prompt_len - 1, row.prompt_len)
+    in_order = places == list(range(len(places)))
+    return in_order and tops(row) == expected_tops(row.token_ids[: row.prompt_len])
+
+
+@pytest.mark.parametrize("max_step_tokens", [3, 8, 64])
+@pytest.mark.parametrize("max_logit_rows", [1, 4, 100])
+def test_a_prompt_is_told_of_whole_however_it_is_cut(
+    max_step_tokens: int, max_logit_rows: int
+) -> None:
+    bench = Bench(max_rows=3, max_step_tokens=max_step_tokens)
+    bench.runner.max_logit_rows = max_logit_rows
+    prompts = [list(range(start, start + 21)) for start in (0, 20, 40)]
+    rows = [
+        bench.add(make_row(prompt, 5, name=str(i), prompt_logprobs=None if i == 1 else 1))
+        for i, prompt in enumerate(prompts)
+    ]
+    bench.run()
+    assert _told_once(bench, rows[0])
+    assert rows[1].prompt_logprobs == []
+    assert _told_once(bench, rows[2])
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert list(row.output_token_ids) == expected_tokens(prompt, 5)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_tell() -> None:
+    bench = Bench()
+    row = bench.add(make_row([5], 2, prompt_logprobs=1))
+    bench.run()
+    assert (row.prompt_logprobs, bench.runner.told) == ([], [])
+    assert list(row.output_token_ids) == expected_tokens([5], 2)
+
+
+def test_a_prompt_that_is_told_of_takes_no_page_from_the_cache_but_gives_its_own() -> None:
+    bench = Bench()
+    stem = list(range(17))
+    bench.add(make_row([*stem, 1], 2))
+    bench.run()
+    row = bench.add(make_row([*stem, 2], 2, prompt_logprobs=1))
+    bench.run()
+    assert row.cached == 0
+    assert _told_once(bench, row)
+    new = list(range(40, 57))
+    bench.add(make_row([*new, 1], 2, prompt_logprobs=1))
+    bench.run()
+    later = bench.add(make_row([*new, 2], 2))
+    bench.run()
+    assert later.cached == 16
+
+
+def test_a_preempted_prompt_goes_on_where_it_has_told() -> None:
+    bench = Bench(pages=10, page_size=4, max_rows=2, max_step_tokens=4)
+    first = bench.add(make_row([1, 2], 30))
+    bench.engine.step()
+    row = bench.add(make_row(list(range(30)), 4, prompt_logprobs=1))
+    told = 0
+    while row.preemptions == 0:
+        told = len(row.prompt_logprobs)
+        bench.engine.step()
+    assert 0 < told < 29, "this pool must preempt it in its prompt"
+    bench.run()
+    assert _told_once(bench, row)
+    assert list(row.output_token_ids) == expected_tokens(list(range(30)), 4)
+    assert list(first.output_token_ids) == expected_tokens([1, 2], 30)
+
+
+def test_a_prompt_whose_cache_is_lost_goes_on_where_it_has_told() -> None:
+    bench = Bench(max_step_tokens=8)
+    rows = [bench.add(make_row([i] * 20, 3, name=str(i), prompt_logprobs=1)) for i in range(2)]
+
+    def lose_once(row: Row) -> bool:
+        if row.computed >= 8 and row.restarts == 0:
+            raise KVCacheLost("planted restart")
+        return False
+
+    bench.runner.raise_for = lose_once
+    bench.run()
+    for row in rows:
+        assert row.restarts == 1
+        assert _told_once(bench, row)
+
+
+def test_a_prompt_that_raises_while_it_is_told_of_fails_alone() -> None:
+    bench = Bench(max_rows=8, max_step_tokens=64)
+    rows = [bench.add(make_row([i] * 9, 3, name=str(i), prompt_logprobs=1)) for i in range(6)]
+    bench.runner.raise_for = lambda row: row.id in ("0", "5") and row.computed > 0
+    bench.run()
+    assert [row.id for row in rows if row.error] == ["0", "5"]
+    assert all(_told_once(bench, row) for row in rows[1:5])
+
+
+def test_nonfinite_logits_within_a_prompt_fail_its_row_and_are_not_shared() -> None:
+    bench = Bench()
+    bench.runner.max_logit_rows = 4
+    bad = bench.add(make_row([7] * 12, 3, name="bad", prompt_logprobs=1))
+    good = bench.add(make_row([8] * 12, 3, name="good", prompt_logprobs=1))
+    bench.runner.nan_for = lambda row: row is bad and row.computed == 4
+    bench.run()
+    assert bad.error is not None
+    assert bad.error.code == ErrorCode.NONFINITE_LOGITS
+    assert _told_once(bench, good)
+    assert bench.add(make_row([7] * 12, 3)).cached == 0
+    bench.run()
+
+
+def test_a_row_that_is_cancelled_while_it_tells_frees_its_pages() -> None:
+    bench = Bench(max_step_tokens=4)
+    row = bench.add(make_row(list(range(30)), 3, prompt_logprobs=1))
+    bench.engine.step()
+    assert row.untold
+    bench.engine._fail([row], JobError.of(ErrorCode.CANCELLED, "The job was cancelled"))
+    assert bench.pool.free == bench.pool.total
+    bench.run()

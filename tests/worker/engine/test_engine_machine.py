@@ -8,7 +8,8 @@ anything which is not its own, or not sound, is found out at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -25,7 +26,14 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from tests.worker.engine.conftest import VOCAB, expected_tokens, make_row, next_token
+from tests.worker.engine.conftest import (
+    VOCAB,
+    expected_tokens,
+    expected_tops,
+    make_row,
+    next_token,
+    tops,
+)
 from tidemill_contracts.models.errors import KVCacheLost
 from tidemill_contracts.wire import ErrorCode, JobError
 from tidemill_worker.engine.engine import Engine
@@ -45,9 +53,12 @@ HASHES: list[Callable[[object], int]] = [hash, hash, lambda _: 7, lambda page: h
 class StrictRunner:
     """A fake model that knows who wrote what; its rows' faults are planted by position."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, max_logit_rows: int) -> None:
         slots = scheduler.pool.total * scheduler.pool.page_size
         self.scheduler = scheduler
+        self.max_logit_rows = max_logit_rows
+        self.told: Counter[tuple[Row, int]] = Counter()
+        """How often `score` has told of a place of a row."""
         self.tokens = np.full(slots, -1, np.int64)
         self.salts = np.full(slots, "", object)
         self.spoilt = np.zeros(slots, np.bool_)
@@ -58,12 +69,22 @@ class StrictRunner:
 
     def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
         assert len(rows) <= self.scheduler.max_rows
-        return torch.stack([self._compute(row, tables, 1) for row in rows])
+        return torch.cat([self._compute(row, tables, 1) for row in rows])
 
     def prefill(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
-        return torch.stack([self._compute(c.row, tables, c.length) for c in chunks])
+        assert not any(chunk.told for chunk in chunks)
+        return torch.cat([self._compute(c.row, tables, c.length) for c in chunks])
 
-    def _compute(self, row: Row, tables: BlockTables, length: int) -> Tensor:
+    def score(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
+        told = [(chunk.row, place) for chunk in chunks for place in chunk.told]
+        assert 0 < len(told) <= self.max_logit_rows
+        logits = torch.cat([self._compute(c.row, tables, c.length, c.told) for c in chunks])
+        self.told.update(told)
+        return logits
+
+    def _compute(
+        self, row: Row, tables: BlockTables, length: int, places: Iterable[int] = ()
+    ) -> Tensor:
         start, end = row.computed, row.computed + length
         size = self.scheduler.pool.page_size
         pages = tables.array[row.table_index, : -(-end // size)].astype(np.int64)
@@ -80,8 +101,11 @@ class StrictRunner:
         self.spoilt[new] = np.arange(start, end) >= self.spoils_at.get(row, MAX_LEN)
         assert (self.salts[slots] == row.cache_salt).all(), "a page crossed salts"
         assert self.tokens[slots].tolist() == row.token_ids[:end], "a page of something else"
-        logits = torch.zeros(VOCAB)
-        logits[next_token(row.token_ids[:end])] = torch.nan if self.spoilt[slots].any() else 1.0
+        places = list(places) or [end - 1]
+        logits = torch.zeros(len(places), VOCAB)
+        for line, place in enumerate(places):
+            spoilt = self.spoilt[slots[: place + 1]].any()
+            logits[line, next_token(row.token_ids[: place + 1])] = torch.nan if spoilt else 1.0
         return logits
 
 
@@ -91,11 +115,14 @@ class EngineMachine(RuleBasedStateMachine):
     steps = 0
     reused = 0
     preempted = 0
+    resumed = 0
+    """Steps after which a row waited that had told of a part of its prompt."""
 
     @initialize(
         pages=st.integers(18, 40),
         max_rows=st.integers(1, 6),
         max_step_tokens=st.integers(1, 40),
+        max_logit_rows=st.integers(1, 12),
         prefix_caching=st.sampled_from([True, True, True, False]),
         page_hash=st.sampled_from(HASHES),
     )
@@ -104,6 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
         pages: int,
         max_rows: int,
         max_step_tokens: int,
+        max_logit_rows: int,
         prefix_caching: bool,
         page_hash: Callable[[object], int],
     ) -> None:
@@ -117,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         if prefix_caching:
             self.scheduler.cache = PrefixCache(self.pool, page_hash=page_hash)
-        self.runner = StrictRunner(self.scheduler)
+        self.runner = StrictRunner(self.scheduler, max_logit_rows)
         self.delivered: list[Row] = []
         self.engine = Engine(self.runner, self.scheduler, self.delivered.extend)
         self.rows: list[Row] = []
@@ -138,6 +166,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 32),
         salt=st.sampled_from(["", "", "", "tenant"]),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
+        prompt_logprobs=st.sampled_from([None, None, 1]),
         fault=st.sampled_from(["", "", "", "", "", "raises", "spoils"]),
         fault_at=st.integers(0, 40),
     )
@@ -150,6 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         salt: str,
         priority: int,
+        prompt_logprobs: int | None,
         fault: str,
         fault_at: int,
     ) -> None:
@@ -157,7 +187,12 @@ class EngineMachine(RuleBasedStateMachine):
         for index in range(count):
             prompt = [*stem[:stem_len], *tail[index:], index]
             row = make_row(
-                prompt, max_tokens, name=str(len(self.rows)), priority=priority, cache_salt=salt
+                prompt,
+                max_tokens,
+                name=str(len(self.rows)),
+                priority=priority,
+                cache_salt=salt,
+                prompt_logprobs=prompt_logprobs,
             )
             self.rows.append(row)
             self.scheduler.add(row)
@@ -220,6 +255,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.plan.rows <= self.scheduler.max_rows
         assert self.plan.tokens <= self.scheduler.max_step_tokens
         assert self.plan.rows or not self.scheduler.has_work, "work waits and nothing runs"
+        EngineMachine.resumed += any(
+            row.table_index < 0 and row.untold and row.prompt_logprobs
+            for row in self.scheduler.rows()
+        )
         self._check()
 
     def _check(self) -> None:
@@ -236,6 +275,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt = row.token_ids[: row.prompt_len]
         output = list(row.output_token_ids)
         assert output == expected_tokens(prompt, len(output))
+        self._check_told(row, prompt)
         assert row.restarts <= self.runner.losses, "a lost page was used after the loss was known"
         if row.error is None:
             assert row.finish_reason == ("length" if row.known == row.max_len else "deadline")
@@ -245,6 +285,16 @@ class EngineMachine(RuleBasedStateMachine):
             assert row in self.runner.spoils_at, "a spoilt page reached another row"
         else:
             assert row.error.code in (ErrorCode.CANCELLED, ErrorCode.EXPIRED)
+
+    def _check_told(self, row: Row, prompt: list[int]) -> None:
+        """A row that ended well has told of its whole prompt, and of no place twice."""
+        wanted = [] if row.sampling.prompt_logprobs is None else expected_tops(prompt)
+        found = tops(row)
+        assert found == wanted[: len(found)]
+        assert row.error is not None or len(found) == len(wanted)
+        assert all(count == 1 for (told, _), count in self.runner.told.items() if told is row)
+        if row.sampling.prompt_logprobs is not None:
+            assert row.cached == 0
 
 
 @pytest.fixture
@@ -273,3 +323,4 @@ def test_whatever_happens_every_invariant_holds_after_every_step() -> None:
         )
     assert EngineMachine.reused > 0
     assert EngineMachine.preempted > 0
+    assert EngineMachine.resumed > 0

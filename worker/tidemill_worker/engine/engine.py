@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from tidemill_contracts.models.errors import KVCacheLost
 from tidemill_contracts.wire import ErrorCode, JobError
 from tidemill_worker.engine import sampler
+from tidemill_worker.engine.logprobs import token_logprobs
 from tidemill_worker.engine.pages import BlockTables
 from tidemill_worker.engine.row import Row
 from tidemill_worker.engine.scheduler import Chunk, Scheduler, StepPlan
@@ -33,11 +35,21 @@ _Part = TypeVar("_Part", Row, Chunk)
 
 
 class Runner(Protocol):
-    """What the engine needs of a loaded model; both return ``[rows, vocabulary]`` logits."""
+    """What the engine needs of a loaded model; all return float32 ``[…, vocabulary]`` logits."""
 
-    def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor: ...
+    @property
+    def max_logit_rows(self) -> int:
+        """Most places that one call of `score` may tell of."""
 
-    def prefill(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor: ...
+    def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
+        """Of each row's last known token."""
+
+    def prefill(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
+        """Of each chunk's last token."""
+
+    def score(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
+        """Of the places that each chunk tells of, chunk after chunk. Only called for rows that
+        ask for log probabilities of their prompt."""
 
 
 @dataclass(slots=True)
@@ -163,7 +175,7 @@ class Engine:
             row.scheduled_at = row.scheduled_at or now
         with torch.inference_mode():
             self._run_decode(plan.decode)
-            self._run_prefill(plan.prefill)
+            self._run_chunks(plan.prefill)
         self._count(plan)
         self._release([row for row in self.scheduler.running if row.ended])
         if self._check_integrity:
@@ -181,6 +193,37 @@ class Engine:
             row.computed += 1
         self._sample(rows, logits)
 
+    def _run_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Runs chunks to their ends: in one call, unless rows tell of so much of their prompts that
+        the logits would take too much memory at once."""
+        left = {chunk.row: chunk.length for chunk in chunks}
+        while left:
+            plain, telling = self._parts(left)
+            self._run_prefill(plain)
+            self._run_score(telling)
+            for part in (*plain, *telling):
+                left[part.row] -= part.length
+            # A row may have failed, or lost its K and V and gone back in line.
+            left = {
+                row: length
+                for row, length in left.items()
+                if length and not row.ended and row.table_index >= 0
+            }
+
+    def _parts(self, left: Mapping[Row, int]) -> tuple[list[Chunk], list[Chunk]]:
+        """As much of what is left as one call of prefill, and one of score, may take."""
+        room = self._runner.max_logit_rows
+        plain: list[Chunk] = []
+        telling: list[Chunk] = []
+        for row, length in left.items():
+            over = max(0, len(Chunk(row, length).told) - room)
+            if length == over:
+                continue
+            part = Chunk(row, length - over)
+            room -= len(part.told)
+            (telling if part.told else plain).append(part)
+        return plain, telling
+
     def _run_prefill(self, chunks: Sequence[Chunk]) -> None:
         if not chunks:
             return
@@ -189,10 +232,45 @@ class Engine:
         except Exception as error:
             self._bisect(chunks, self._run_prefill, error, lambda chunk: chunk.row)
             return
+        self._advance(chunks, logits)
+
+    def _run_score(self, chunks: Sequence[Chunk]) -> None:
+        if not chunks:
+            return
+        try:
+            logits = self._runner.score(chunks, self.scheduler.tables)
+        except Exception as error:
+            self._bisect(chunks, self._run_score, error, lambda chunk: chunk.row)
+            return
+        ends = list(accumulate(len(chunk.told) for chunk in chunks))
+        for chunk, end in zip(chunks, ends, strict=True):
+            self._tell(chunk, logits[end - len(chunk.told) : end])
+        self._advance(chunks, logits[[end - 1 for end in ends]])
+
+    def _tell(self, chunk: Chunk, logits: Tensor) -> None:
+        """Notes the log probabilities of prompt tokens; `logits` are ``[places, vocabulary]`` of
+        those that the chunk tells of."""
+        row, places = chunk.row, chunk.told
+        if not all(sampler.finite_rows(logits)):
+            row.error = _nonfinite(places.stop)
+            return
+        # The last place of a prompt tells of no token of it, but of the first to be sampled.
+        token_ids = row.token_ids[places.start + 1 : places.stop + 1]
+        row.prompt_logprobs += token_logprobs(
+            logits[: len(token_ids)].log_softmax(dim=1),
+            token_ids,
+            row.sampling.prompt_logprobs or 0,
+            row.sampling.logprob_token_ids,
+        )
+
+    def _advance(self, chunks: Sequence[Chunk], logits: Tensor) -> None:
+        """Goes on after chunks have run; `logits` are those of their last tokens."""
         for chunk in chunks:
             chunk.row.computed += chunk.length
         # Only a chunk that reaches the last known token has logits worth sampling.
-        done = [i for i, chunk in enumerate(chunks) if chunk.row.remaining == 0]
+        done = [
+            i for i, chunk in enumerate(chunks) if chunk.row.remaining == 0 and not chunk.row.ended
+        ]
         if done:
             self._sample([chunks[i].row for i in done], logits[done])
 
@@ -231,10 +309,7 @@ class Engine:
             good = [i for i, is_finite in enumerate(finite) if is_finite]
             for i, row in enumerate(rows):
                 if not finite[i]:
-                    row.error = JobError.of(
-                        ErrorCode.NONFINITE_LOGITS,
-                        f"The model gave NaN or infinite logits after {row.known:,} tokens",
-                    )
+                    row.error = _nonfinite(row.known)
             rows, logits = [rows[i] for i in good], logits[good]
             if not rows:
                 return
@@ -285,3 +360,9 @@ class Engine:
             row.finished_at = now
             self.scheduler.remove(row)
         self._deliver(rows)
+
+
+def _nonfinite(tokens: int) -> JobError:
+    return JobError.of(
+        ErrorCode.NONFINITE_LOGITS, f"The model gave NaN or infinite logits after {tokens:,} tokens"
+    )

@@ -67,7 +67,8 @@ class PrefixCache:
     def match(self, row: Row) -> list[int]:
         """Pages with the longest cached beginning of the row's tokens.
 
-        Never its last known token: that is computed again, for its logits.
+        Never its last known token, nor a token of the prompt that is still to be told of: those
+        are computed again, for their logits.
         """
         return [entry.page for entry in self._match(row)]
 
@@ -157,7 +158,7 @@ class PrefixCache:
 
     def _shareable(self, row: Row) -> int:
         """Pages that the longest match could have."""
-        return (row.known - 1) // self._pool.page_size
+        return row.reusable // self._pool.page_size
 
     def _holds(self, entry: _Entry, row: Row, index: int, parent: _Entry | None) -> bool:
         """Whether the entry is the row's page at `index` and comes after `parent`."""

@@ -35,6 +35,8 @@ class RowSampling:
     logprobs: int | None = None
     """How many of the likeliest tokens to tell of; ``None`` for no log probabilities at all."""
     logprob_token_ids: Sequence[int] = ()
+    prompt_logprobs: int | None = None
+    """The same as `logprobs`, for the tokens of the prompt."""
 
     @property
     def greedy(self) -> bool:
@@ -92,6 +94,8 @@ class Row:
     restarts: int = field(default=0, init=False)
     """Times that the backend lost its K and V."""
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    """Of the prompt's tokens from the second on, as far as they are told."""
     scheduled_at: float = field(default=0.0, init=False)
     first_token_at: float = field(default=0.0, init=False)
     finished_at: float = field(default=0.0, init=False)
@@ -115,6 +119,20 @@ class Row:
     def remaining(self) -> int:
         """Known tokens that are not computed yet; 1 is a decode step."""
         return len(self.token_ids) - self.computed
+
+    @property
+    def untold(self) -> range:
+        """Places of the prompt whose logits are still to be told of; each tells of the token after
+        it. Outlives a preemption: no place is told of twice."""
+        if self.sampling.prompt_logprobs is None:
+            return range(0)
+        return range(len(self.prompt_logprobs), self.prompt_len - 1)
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens whose K and V may come from another row: the logits of the others are
+        needed, those of the last known token in any case."""
+        return self.untold.start if self.untold else self.known - 1
 
     @property
     def output_token_ids(self) -> Sequence[int]:

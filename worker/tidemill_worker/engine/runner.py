@@ -37,9 +37,10 @@ class ModelRunner:
         self.config = model.config
         self.contract = model.contract
         self.runtime = model.runtime
-        width = model.contract.hooks.logits_width(model.config)
+        self.max_logit_rows = model.runtime.max_logit_rows
+        self._width = model.contract.hooks.logits_width(model.config)
         rows = model.runtime.max_batch_size
-        self._logits = torch.zeros((rows, width), device=model.runtime.device)
+        self._logits = torch.zeros((rows, self._width), device=model.runtime.device)
 
     @classmethod
     def load(cls, model_dir: Path, options: RuntimeOptions) -> ModelRunner:
@@ -73,12 +74,16 @@ class ModelRunner:
         )
         return cls(model)
 
+    def lacks(self, phase: Phase) -> bool:
+        """Whether the contract has no such phase, which it need not have."""
+        return phase not in self.model.stages
+
     def warm_up(self) -> None:
-        """Runs both stages once without writing to the cache, so that the first job does not
+        """Runs every stage once without writing to the cache, so that the first job does not
         pay for what a first call sets up."""
         one = np.zeros(1, np.int32)
         table = np.full((1, 1), -1, np.int32)
-        for phase in ("prefill", "decode"):
+        for phase in self.model.stages:
             self._run(
                 phase,
                 input_ids=one,
@@ -86,7 +91,8 @@ class ModelRunner:
                 block_table=table * 0,
                 slot_mapping=one - 1,
                 logits=self._logits[:1],
-                chunk_lens=one + 1 if phase == "prefill" else None,
+                chunk_lens=None if phase == "decode" else one + 1,
+                logit_rows=one if phase == "score" else None,
             )
 
     def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
@@ -114,6 +120,32 @@ class ModelRunner:
         Returns float32 ``[chunks, real vocabulary]`` for the last token of each chunk, valid
         until the next call.
         """
+        return self._run(
+            "prefill", **self._pack(chunks, tables), logits=self._logits[: len(chunks)]
+        )
+
+    def score(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
+        """Computes the same; returns float32 ``[places, real vocabulary]`` for the places that each
+        chunk tells of, chunk after chunk."""
+        places = []
+        offset = 0
+        for chunk in chunks:
+            start = offset - chunk.row.computed
+            places.append(np.arange(start + chunk.told.start, start + chunk.told.stop))
+            offset += chunk.length
+        logit_rows = np.concatenate(places).astype(np.int32)
+        return self._run(
+            "score",
+            **self._pack(chunks, tables),
+            # Few jobs ask for these, so this much memory is not kept for them.
+            logits=torch.empty((len(logit_rows), self._width), device=self.runtime.device),
+            logit_rows=logit_rows,
+        )
+
+    def _pack(
+        self, chunks: Sequence[Chunk], tables: BlockTables
+    ) -> dict[str, npt.NDArray[np.int32]]:
+        """The tokens of all chunks one after another, and where they belong."""
         rows = [chunk.row for chunk in chunks]
         starts = np.fromiter((row.computed for row in rows), np.int32, len(rows))
         lengths = np.fromiter((chunk.length for chunk in chunks), np.int32, len(rows))
@@ -129,15 +161,13 @@ class ModelRunner:
             positions = np.arange(start, end, dtype=np.int32)
             slots[here] = block_table[index, positions // size] * size + positions % size
             offset = here.stop
-        return self._run(
-            "prefill",
-            input_ids=input_ids,
-            seq_lens=seq_lens,
-            block_table=block_table,
-            slot_mapping=slots,
-            logits=self._logits[: len(rows)],
-            chunk_lens=lengths,
-        )
+        return {
+            "input_ids": input_ids,
+            "seq_lens": seq_lens,
+            "block_table": block_table,
+            "slot_mapping": slots,
+            "chunk_lens": lengths,
+        }
 
     def _block_table(
         self, rows: Sequence[Row], tables: BlockTables, longest: int
@@ -156,6 +186,7 @@ class ModelRunner:
         slot_mapping: npt.NDArray[np.int32],
         logits: Tensor,
         chunk_lens: npt.NDArray[np.int32] | None = None,
+        logit_rows: npt.NDArray[np.int32] | None = None,
     ) -> Tensor:
         def tensor(array: npt.NDArray[np.int32]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(self.runtime.device)
@@ -171,6 +202,7 @@ class ModelRunner:
             logits=logits,
             chunk_lens=None if chunk_lens is None else tensor(chunk_lens),
             chunk_offsets=None if chunk_offsets is None else tensor(chunk_offsets),
+            logit_rows=None if logit_rows is None else tensor(logit_rows),
         )
         self.model.stages[phase](inputs)
         return logits[:, : self.config.vocab_size]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tidemill_contracts.wire import TokenLogprobs
 from tidemill_worker.engine.adjust import adjust, adjusts
+from tidemill_worker.engine.logprobs import token_logprobs
 from tidemill_worker.engine.row import Row, RowSampling
 
 _FEW_CANDIDATES, _MANY_CANDIDATES = 64, 1024
@@ -70,7 +71,13 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
         for line, index in enumerate(told):
             token = tokens[index]
             if token >= 0:
-                found = _logprobs(log_probabilities[line], token, rows[index].sampling)
+                asked = rows[index].sampling
+                (found,) = token_logprobs(
+                    log_probabilities[line : line + 1],
+                    [token],
+                    asked.logprobs or 0,
+                    asked.logprob_token_ids,
+                )
                 sampled[index] = Sampled(token, found)
     return sampled
 
@@ -99,18 +106,6 @@ def _width(sampling: RowSampling, vocabulary: int) -> int | None:
         return None
     few = 0 < sampling.top_k < _FEW_CANDIDATES
     return min(_FEW_CANDIDATES if few else _MANY_CANDIDATES, vocabulary)
-
-
-def _logprobs(log_probabilities: Tensor, token: int, sampling: RowSampling) -> TokenLogprobs:
-    """Of one place: ``[vocabulary]``."""
-    count = min(sampling.logprobs or 0, len(log_probabilities))
-    values, ids = log_probabilities.topk(count)
-    listed = list(sampling.logprob_token_ids)
-    return TokenLogprobs(
-        logprob=float(log_probabilities[token]),
-        top=dict(zip(ids.tolist(), values.tolist(), strict=True)),
-        listed=dict(zip(listed, log_probabilities[listed].tolist(), strict=True)),
-    )
 
 
 def _draw(logits: Tensor, rows: Sequence[Row], width: int | None) -> list[int]:

@@ -33,6 +33,15 @@ class Chunk:
     row: Row
     length: int
 
+    @property
+    def told(self) -> range:
+        """Places of the chunk whose logits are needed because the row tells of its prompt: from
+        the first that is untold to the chunk's end. Empty for most chunks."""
+        row = self.row
+        if not row.untold:
+            return range(0)
+        return range(max(row.computed, row.untold.start), row.computed + self.length)
+
 
 @dataclass(slots=True)
 class StepPlan:

@@ -1,0 +1,34 @@
+"""What a result tells of the model's own probabilities, for tokens of the output and the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tidemill_contracts.wire import TokenLogprobs
+
+
+def token_logprobs(
+    log_probabilities: Tensor, token_ids: Sequence[int], top: int, listed: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Of the tokens that stand in some places of one row.
+
+    `log_probabilities` is float32 ``[places, vocabulary]``. `top` is how many of the likeliest
+    tokens to tell of, `listed` are others to tell of in each place.
+    """
+    device = log_probabilities.device
+    own = log_probabilities.gather(1, torch.tensor(token_ids, device=device)[:, None])[:, 0]
+    values, ids = log_probabilities.topk(min(top, log_probabilities.shape[1]), dim=1)
+    asked = log_probabilities[:, torch.tensor(listed, dtype=torch.long, device=device)]
+    return [
+        TokenLogprobs(
+            logprob=logprob,
+            top=dict(zip(likeliest, their_values, strict=True)),
+            listed=dict(zip(listed, asked_values, strict=True)),
+        )
+        for logprob, likeliest, their_values, asked_values in zip(
+            own.tolist(), ids.tolist(), values.tolist(), asked.tolist(), strict=True
+        )
+    ]
