@@ -61,7 +61,7 @@ class FakeRunner:
         self.told: list[tuple[Row, int]] = []
         """Every row and place that `score` has told of."""
         self.raise_for: Callable[[Row], bool] = lambda row: False
-        self.nan_for: Callable[[Row], bool] = lambda row: False
+        self.nan_for: Callable[[Row, int], bool] = lambda row, place: False
 
     def _slots(self, row: Row, tables: BlockTables, start: int, end: int) -> np.ndarray:
         positions = np.arange(start, end)
@@ -79,8 +79,9 @@ class FakeRunner:
         places = list(places) or [end - 1]
         logits = torch.zeros(len(places), VOCAB)
         for line, place in enumerate(places):
-            logits[line, next_token(seen[: place + 1])] = 1.0
-        return logits * torch.nan if self.nan_for(row) else logits
+            value = torch.nan if self.nan_for(row, place) else 1.0
+            logits[line, next_token(seen[: place + 1])] = value
+        return logits
 
     def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
         assert len(rows) <= self.max_rows

@@ -152,7 +152,7 @@ def test_a_row_whose_cache_is_lost_again_and_again_fails() -> None:
 def test_nonfinite_logits_fail_their_row_only() -> None:
     bench = Bench()
     rows = [bench.add(make_row([i, 2], 5, name=str(i))) for i in range(4)]
-    bench.runner.nan_for = lambda row: row.id == "1" and row.known > 3
+    bench.runner.nan_for = lambda row, place: row.id == "1" and place >= 3
     bench.run()
     assert rows[1].error is not None
     assert rows[1].error.code == ErrorCode.NONFINITE_LOGITS
@@ -337,8 +337,9 @@ def test_a_preempted_prompt_goes_on_where_it_has_told() -> None:
     assert list(first.output_token_ids) == expected_tokens([1, 2], 30)
 
 
-def test_a_prompt_whose_cache_is_lost_goes_on_where_it_has_told() -> None:
-    bench = Bench(max_step_tokens=8)
+@pytest.mark.parametrize("max_step_tokens", [8, 64], ids=["between steps", "within a step"])
+def test_a_prompt_whose_cache_is_lost_goes_on_where_it_has_told(max_step_tokens: int) -> None:
+    bench = Bench(max_step_tokens=max_step_tokens)
     rows = [bench.add(make_row([i] * 20, 3, name=str(i), prompt_logprobs=1)) for i in range(2)]
 
     def lose_once(row: Row) -> bool:
@@ -367,13 +368,14 @@ def test_nonfinite_logits_within_a_prompt_fail_its_row_and_are_not_shared() -> N
     bench.runner.max_logit_rows = 4
     bad = bench.add(make_row([7] * 12, 3, name="bad", prompt_logprobs=1))
     good = bench.add(make_row([8] * 12, 3, name="good", prompt_logprobs=1))
-    bench.runner.nan_for = lambda row: row is bad and row.computed == 4
+    bench.runner.nan_for = lambda row, place: row is bad and place == 5
     bench.run()
     assert bad.error is not None
     assert bad.error.code == ErrorCode.NONFINITE_LOGITS
     assert _told_once(bench, good)
-    assert bench.add(make_row([7] * 12, 3)).cached == 0
+    later = bench.add(make_row([7] * 12, 3))
     bench.run()
+    assert later.cached == 0
 
 
 def test_a_row_that_is_cancelled_while_it_tells_frees_its_pages() -> None:

@@ -181,7 +181,7 @@ def test_pages_of_a_nan_row_are_not_reused(at: str) -> None:
     bench = _bench()
     known = 17 if at == "first token" else 22
     bad = bench.add(make_row([*STEM, 1], name="bad"))
-    bench.runner.nan_for = lambda row: row.id == "bad" and row.known >= known
+    bench.runner.nan_for = lambda row, place: row.id == "bad" and row.known >= known
     bench.run()
     assert bad.error is not None
     assert bad.error.code == ErrorCode.NONFINITE_LOGITS
@@ -196,7 +196,7 @@ def test_pages_that_a_nan_row_shared_are_computed_again() -> None:
     bench = _bench()
     _finish(bench, make_row([*STEM, 1]))
     bad = bench.add(make_row([*STEM, 2], name="bad"))
-    bench.runner.nan_for = lambda row: row.id == "bad"
+    bench.runner.nan_for = lambda row, place: row.id == "bad"
     bench.run()
     assert bad.cached == 16
     row = make_row([*STEM, 3])
