@@ -11,6 +11,7 @@ from tidemill_contracts.wire import (
     JobFailed,
     Outcome,
     SamplingParams,
+    StructuredOutput,
     TidemillError,
 )
 from tidemill_producer.client import Admission, JobHandle, JobStatus, Producer
@@ -31,6 +32,7 @@ __all__ = [
     "QueueUnavailable",
     "ResultTimeout",
     "SamplingParams",
+    "StructuredOutput",
     "TidemillError",
     "UnknownJob",
 ]

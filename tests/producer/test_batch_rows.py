@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tidemill_contracts.wire import ChatMessage, SamplingParams
+from tidemill_contracts.wire import ChatMessage, SamplingParams, StructuredOutput
 from tidemill_producer.batch import rows
 from tidemill_producer.batch.rows import BadLine, Row, count_rows, read_rows
 from tidemill_producer.batch.tally import is_right
@@ -31,7 +31,7 @@ def test_every_field_of_a_job_can_be_given() -> None:
             {
                 "custom_id": "r1",
                 "messages": [{"role": "user", "content": "hi"}],
-                "sampling": {"seed": 1, "temperature": 0},
+                "sampling": {"seed": 1, "temperature": 0, "structured": {"choice": ["a"]}},
                 "model": "m",
                 "priority": 3,
                 "metadata": {"task": "t"},
@@ -42,7 +42,9 @@ def test_every_field_of_a_job_can_be_given() -> None:
     assert isinstance(found, Row)
     assert (found.custom_id, found.line, found.job.id) == ("r1", 1, "run:1")
     assert found.job.messages == [ChatMessage(role="user", content="hi")]
-    assert found.job.sampling == SamplingParams(seed=1, temperature=0.0)
+    assert found.job.sampling == SamplingParams(
+        seed=1, temperature=0.0, structured=StructuredOutput(choice=["a"])
+    )
     assert (found.job.model, found.job.priority, found.job.deadline) == ("m", 3, 1e9)
     assert found.job.metadata == {"task": "t"}
 

@@ -19,6 +19,7 @@ from tidemill_contracts.wire.job import (
     GenerationJob,
     RepetitionDetection,
     SamplingParams,
+    StructuredOutput,
     Tool,
     ToolCall,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "ParsedToolCall",
     "RepetitionDetection",
     "SamplingParams",
+    "StructuredOutput",
     "TidemillError",
     "Timings",
     "TokenLogprobs",

@@ -36,6 +36,8 @@ class ErrorCode(StrEnum):
     """A prompt token id lies outside the model's vocabulary."""
     PROMPT_TOO_LONG = "prompt_too_long"
     """Prompt and requested tokens exceed the context, or the whole KV cache."""
+    INVALID_GRAMMAR = "invalid_grammar"
+    """The form that the output must have is broken, too complex, or uses what is not supported."""
     NONFINITE_LOGITS = "nonfinite_logits"
     """The model produced NaN or infinite logits for this job."""
     NOT_SUPPORTED = "not_supported"

@@ -26,6 +26,9 @@ MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 256
 MAX_LISTED_TOKENS = 4_096
 """Entries of a list of token ids, or of a map from them."""
+MAX_CHOICES = 4_096
+MAX_STRUCTURE_BYTES = 64 * 1024
+"""Of a schema as JSON, a regex, a grammar, or all choices together, in UTF-8."""
 
 JobId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
 """Printable ASCII without spaces: the id becomes part of Redis keys."""
@@ -41,12 +44,72 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """How often it must stand at the end of the output, without a gap."""
 
 
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form that each output must have: exactly one field is set.
+
+    An output ends where its form is complete and cannot go on. One that `max_tokens` or a stop
+    text cuts is the beginning of the form. In a chat that thinks, the thoughts are free and the
+    form is the answer's.
+    """
+
+    json_schema: dict[str, Any] | bool | None = None
+    """JSON that is valid by this schema. A keyword that cannot be held to is refused; properties
+    come in the schema's order, and no more white space than in indented JSON."""
+    regex: Annotated[str, Meta(min_length=1)] | None = None
+    """Text that matches as a whole, in the syntax of Rust's regex crate."""
+    choice: (
+        Annotated[
+            list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_CHOICES)
+        ]
+        | None
+    ) = None
+    """One of these texts."""
+    grammar: Annotated[str, Meta(min_length=1)] | None = None
+    """Text of a context-free grammar, in llguidance's variant of Lark."""
+    json_object: bool = False
+    """Any JSON object."""
+
+    def __post_init__(self) -> None:
+        given = self._given()
+        if len(given) != 1:
+            names = [f"`{name}`" for name in self.__struct_fields__]
+            found = " and ".join(f"`{name}`" for name in given) or "none"
+            raise ValueError(
+                f"Expected exactly one of {', '.join(names[:-1])} and {names[-1]}, got {found}"
+            )
+        size = len(self.source.encode())
+        if size > MAX_STRUCTURE_BYTES:
+            raise ValueError(
+                f"`{given[0]}` has {size:,} bytes, at most {MAX_STRUCTURE_BYTES:,} are allowed"
+            )
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set."""
+        return self._given()[0]
+
+    @property
+    def source(self) -> str:
+        """What is set, as text: a schema, and the choices, as JSON."""
+        value = getattr(self, self.kind)
+        if isinstance(value, str):
+            return value
+        try:
+            return msgspec.json.encode(value).decode()
+        except (TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"`{self.kind}` cannot be written as JSON: {error}") from error
+
+    def _given(self) -> list[str]:
+        named = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        return [name for name in named if name != "json_object" or self.json_object]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to choose each next token, and when to end. ``None`` means: as the model's generation
     config says.
 
-    The order is: penalties, `logit_bias`, `allowed_token_ids`, `bad_words` and `min_tokens`, then
-    temperature, `min_p`, `top_k`, `top_p`, then the draw.
+    The order is: penalties, `logit_bias`, `allowed_token_ids`, `structured`, `bad_words` and
+    `min_tokens`, then temperature, `min_p`, `top_k`, `top_p`, then the draw.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
@@ -98,8 +161,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool = False
     """Keep the stop text at the end of the output."""
     ignore_eos: bool = False
-    """Go on to `max_tokens`, past every end-of-sequence token."""
+    """Go on to `max_tokens`, past every end-of-sequence token; a form that cannot go on ends."""
     repetition_detection: RepetitionDetection | None = None
+    structured: StructuredOutput | None = None
+    """Hold the output to a JSON Schema, a regex, a list of choices or a grammar."""
 
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Give each token's log probability, and those of this many likeliest ones."""

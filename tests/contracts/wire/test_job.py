@@ -16,6 +16,7 @@ from tidemill_contracts.wire import (
     GenerationJob,
     InvalidMessage,
     SamplingParams,
+    StructuredOutput,
     convert_job,
     decode_job,
     decode_json_job,
@@ -69,6 +70,23 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         {"prompt": "x", "sampling": {"repetition_detection": {"min_count": 1}}},
         "`$.sampling.repetition_detection.min_count`",
     ),
+    ({"prompt": "x", "sampling": {"structured": {}}}, "got none - at `$.sampling.structured`"),
+    (
+        {"prompt": "x", "sampling": {"structured": {"regex": "a", "json_schema": False}}},
+        "got `json_schema` and `regex` - at `$.sampling.structured`",
+    ),
+    ({"prompt": "x", "sampling": {"structured": {"json_object": False}}}, "got none"),
+    ({"prompt": "x", "sampling": {"structured": {"regex": ""}}}, "structured.regex`"),
+    ({"prompt": "x", "sampling": {"structured": {"choice": []}}}, "structured.choice`"),
+    ({"prompt": "x", "sampling": {"structured": {"choice": ["a", ""]}}}, "choice[1]`"),
+    ({"prompt": "x", "sampling": {"structured": {"json_schema": []}}}, "json_schema`"),
+    ({"prompt": "x", "sampling": {"structured": {"json_schema": {1: 2}}}}, "json_schema`"),
+    (
+        {"prompt": "x", "sampling": {"structured": {"json_schema": {"enum": ["x" * 70_000]}}}},
+        "`json_schema` has 70,013 bytes, at most 65,536 are allowed - at `$.sampling.structured`",
+    ),
+    ({"prompt": "x", "sampling": {"structured": {"choice": ["x" * 999] * 99}}}, "are allowed"),
+    ({"prompt": "x", "sampling": {"structured": {"lark": "start: A"}}}, "unknown field `lark`"),
     ({"messages": [{"role": "assistant"}]}, "A message needs `content`, or `tool_calls`"),
     ({"messages": [], "chat": {"tools": [{"type": "x"}]}}, "`$.chat.tools[0]"),
     ({"prompt": "x", "sampling": None}, "`$.sampling`"),
@@ -145,6 +163,9 @@ def test_an_empty_prompt_is_a_valid_message() -> None:
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
+schemas = st.booleans() | st.dictionaries(
+    texts, st.recursive(st.none() | st.integers(-9, 9) | texts, lambda x: st.lists(x, max_size=2))
+)
 jobs = st.builds(
     GenerationJob,
     id=st.none() | st.from_regex(r"\A[!-~]{1,128}\Z"),
@@ -167,6 +188,11 @@ jobs = st.builds(
         stop=st.text("abc", min_size=1, max_size=9)
         | st.lists(st.text("abc", min_size=1, max_size=9), max_size=4),
         logprobs=st.none() | st.integers(0, 128),
+        structured=st.none()
+        | st.builds(StructuredOutput, json_schema=schemas)
+        | st.builds(StructuredOutput, regex=st.text("ab*\\", min_size=1, max_size=9))
+        | st.builds(StructuredOutput, choice=st.lists(st.text("ab", min_size=1), min_size=1))
+        | st.just(StructuredOutput(json_object=True)),
     ),
     priority=st.integers(-100, 100),
     deadline=st.none() | st.floats(0, 1e11),
