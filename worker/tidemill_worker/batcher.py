@@ -28,6 +28,7 @@ from tidemill_worker.engine.runner import ModelRunner
 from tidemill_worker.engine.scheduler import Scheduler
 from tidemill_worker.outputs import make_result, make_rows
 from tidemill_worker.settings import WorkerConfig
+from tidemill_worker.structured import Grammars
 from tidemill_worker.text import Prompt, TextModel
 
 DEMO_MODEL = "demo"
@@ -49,6 +50,7 @@ class Batcher:
         self.model_name = config.served_model_name or served_name(config.model)
         self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Never done, unless the engine crashes: then it raises."""
+        self._grammars = Grammars(text, config.threads)
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
         self._waiting: dict[Row, asyncio.Future[Row]] = {}
@@ -82,6 +84,7 @@ class Batcher:
     async def close(self) -> None:
         """Stops the engine after the step that runs."""
         await asyncio.to_thread(self._engine.stop)
+        await asyncio.to_thread(self._grammars.close)
         for future in self._waiting.values():
             future.cancel()
         self.crashed.cancel()
@@ -120,12 +123,14 @@ class Batcher:
                 " `prompt_logits` - at `$.sampling.prompt_logprobs`",
             )
         prompt = await self._encode(job)
+        max_tokens = self._max_tokens(job, len(prompt.token_ids))
         rows = make_rows(
             job,
             job_id,
             prompt,
             self.text,
-            max_tokens=self._max_tokens(job, len(prompt.token_ids)),
+            grammars=await self._grammars.for_rows(job, prompt),
+            max_tokens=max_tokens,
             enqueued_at=enqueued_at,
         )
         await self._run(rows)

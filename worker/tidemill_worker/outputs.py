@@ -20,6 +20,7 @@ from tidemill_contracts.wire import (
 )
 from tidemill_worker.chat import split
 from tidemill_worker.defaults import sampling_defaults
+from tidemill_worker.engine.grammar import RowGrammar
 from tidemill_worker.engine.output import OutputText, Repetition
 from tidemill_worker.engine.row import Row, RowSampling
 from tidemill_worker.text import Prompt, TextModel
@@ -31,10 +32,12 @@ def make_rows(
     prompt: Prompt,
     text: TextModel,
     *,
+    grammars: Sequence[RowGrammar] = (),
     max_tokens: int,
     enqueued_at: float,
 ) -> list[Row]:
-    """One row for each output that the job asks for, seeded one by one.
+    """One row for each output that the job asks for, seeded one by one; `grammars` has one for
+    each of them, or none.
 
     Raises `JobFailed` where an option names a token that the model does not have, or the result
     would be too large.
@@ -79,6 +82,7 @@ def make_rows(
                 min_tokens=min(asked.min_tokens, max_tokens),
                 text=output,
                 repetition=Repetition(watch.max_pattern, watch.min_count) if watch else None,
+                grammar=grammars[index] if grammars else None,
                 priority=job.priority,
                 deadline=job.deadline,
                 cache_salt=job.cache_salt,

@@ -87,7 +87,12 @@ class TextModel:
         self.defaults = _read(model_dir / "generation_config.json", GenerationDefaults)
         tokenizer_config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
         self.tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
-        self._token_bytes, self._text_bytes = _token_bytes(self.tokenizer)
+        self.token_bytes = token_bytes(self.tokenizer)
+        """Of every token id of the tokenizer; the model may have more."""
+        self.special_token_ids = _special_token_ids(self.tokenizer)
+        self._text_bytes = list(self.token_bytes)
+        for token_id in self.special_token_ids:
+            self._text_bytes[token_id] = b""
         sources = _template_sources(model_dir, tokenizer_config)
         self._templates = {
             name: _compile_template(source, model_dir) for name, source in sources.items()
@@ -137,7 +142,7 @@ class TextModel:
             text = self.render(job)
             if job.messages is not None:
                 block = think_block(text)
-            ids = self._tokenise(text, "send `prompt_token_ids`")
+            ids = self.tokenise(text, "send `prompt_token_ids`")
         if not ids:
             raise JobFailed.of(ErrorCode.EMPTY_PROMPT, "The prompt has no tokens")
         return Prompt(token_ids=ids, think_block=block)
@@ -183,7 +188,7 @@ class TextModel:
         """A fresh detokenizer; ``None`` without a tokenizer."""
         if self.tokenizer is None:
             return None
-        return Detokenizer(self._text_bytes if skip_special_tokens else self._token_bytes)
+        return Detokenizer(self._text_bytes if skip_special_tokens else self.token_bytes)
 
     def token_ids_of(self, text: str) -> list[list[int]]:
         """The tokenisations with which `text` may stand in an output: at its start, and after a
@@ -191,14 +196,15 @@ class TextModel:
 
         A text that begins with white space has one. Raises `JobFailed` without a tokenizer.
         """
-        plain = self._tokenise(text, "texts such as `$.sampling.bad_words` have no tokens")
+        plain = self.tokenise(text, "texts such as `$.sampling.bad_words` have no tokens")
         if text[:1].isspace():
             return [plain]
-        spaced = self._tokenise(" " + text, "")
+        spaced = self.tokenise(" " + text)
         # Where the space is a token by itself, the plain sequence already stands in the other.
         return [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
 
-    def _tokenise(self, text: str, otherwise: str) -> list[int]:
+    def tokenise(self, text: str, otherwise: str = "") -> list[int]:
+        """The text's tokens. Raises `JobFailed` without a tokenizer, saying what to do."""
         if self.tokenizer is None:
             raise JobFailed.of(
                 ErrorCode.NO_TOKENIZER, f"The model directory has no tokenizer.json: {otherwise}"
@@ -316,10 +322,10 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _token_bytes(tokenizer: Tokenizer | None) -> tuple[list[bytes], list[bytes]]:
-    """The bytes of every token id, and again with none for the special tokens."""
+def token_bytes(tokenizer: Tokenizer | None) -> list[bytes]:
+    """The bytes of every token id."""
     if tokenizer is None:
-        return [], []
+        return []
     to_byte = {char: byte for byte, char in enumerate(_byte_alphabet())}
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -329,11 +335,12 @@ def _token_bytes(tokenizer: Tokenizer | None) -> tuple[list[bytes], list[bytes]]
             table[token_id] = token.encode()
         else:
             table[token_id] = bytes(to_byte[char] for char in token)
-    without_special = list(table)
-    for token_id, added_token in added.items():
-        if added_token.special:
-            without_special[token_id] = b""
-    return table, without_special
+    return table
+
+
+def _special_token_ids(tokenizer: Tokenizer | None) -> list[int]:
+    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    return [token_id for token_id, token in added.items() if token.special]
 
 
 def _byte_alphabet() -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tidemill_worker.engine.grammar import constrain
 from tidemill_worker.engine.row import Row
 
 
@@ -23,6 +24,7 @@ def adjusts(row: Row) -> bool:
         or sampling.logit_bias
         or sampling.allowed_token_ids
         or sampling.bad_words
+        or row.grammar is not None
         or (row.generated < row.min_tokens and row.end_token_ids)
     )
 
@@ -37,6 +39,7 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> None:
     _add(logits, [list(_penalties(row)) for row in rows])
     _add(logits, [list(row.sampling.logit_bias.items()) for row in rows])
     _allow(logits, rows)
+    _constrain(logits, rows)
     _bar(logits, [list(_barred(row)) for row in rows])
 
 
@@ -67,6 +70,8 @@ def _penalties(row: Row) -> Iterator[tuple[int, float]]:
 
 def _barred(row: Row) -> Iterator[int]:
     """Tokens that must not come next."""
+    if row.grammar is not None:
+        yield from row.grammar.barred
     if row.generated < row.min_tokens:
         yield from row.end_token_ids
     for word in row.sampling.bad_words:
@@ -79,7 +84,7 @@ def _add(logits: Tensor, changes: Sequence[Sequence[tuple[int, float]]]) -> None
     lines = [line for line, pairs in enumerate(changes) for _ in pairs]
     if lines:
         ids = [token_id for pairs in changes for token_id, _ in pairs]
-        values = torch.tensor([v for pairs in changes for _, v in pairs], device=logits.device)
+        values = torch.tensor([v for pairs in changes for _, v in pairs]).to(logits)
         logits.index_put_(_places(logits, lines, ids), values, accumulate=True)
 
 
@@ -90,6 +95,16 @@ def _allow(logits: Tensor, rows: Sequence[Row]) -> None:
             kept = logits[line, allowed]
             logits[line] = -torch.inf
             logits[line, allowed] = kept
+
+
+def _constrain(logits: Tensor, rows: Sequence[Row]) -> None:
+    held = {
+        line: (row.grammar, row.end_token_ids)
+        for line, row in enumerate(rows)
+        if row.grammar is not None and row.grammar.masks
+    }
+    if held:
+        constrain(logits, held)
 
 
 def _bar(logits: Tensor, barred: Sequence[Sequence[int]]) -> None:

@@ -317,6 +317,9 @@ class Engine:
         now = time.time()
         for row, choice in zip(rows, sampled, strict=True):
             if choice.token_id < 0:
+                if row.grammar is not None and row.grammar.over:
+                    row.end_with_grammar()
+                    continue
                 row.error = JobError.of(
                     ErrorCode.INVALID_JOB,
                     "The job's options bar every token - at `$.sampling`",

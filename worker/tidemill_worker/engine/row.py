@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill_contracts.wire import FinishReason, JobError, TokenLogprobs
+from tidemill_worker.engine.grammar import RowGrammar
 from tidemill_worker.engine.output import OutputText, Repetition
 
 
@@ -72,6 +73,8 @@ class Row:
     text: OutputText | None = None
     """``None`` where the model has no tokenizer."""
     repetition: Repetition | None = None
+    grammar: RowGrammar | None = None
+    """What the output is held to; it moves on with each token that is appended."""
     priority: int = 0
     deadline: float | None = None
     """Seconds since the Unix epoch."""
@@ -160,12 +163,23 @@ class Row:
         stop = None
         if self.text is not None:
             stop = self.text.append(token_id, may_stop=may_stop)
+        if self.grammar is not None:
+            self.grammar.advance(token_id)
         if stop is not None:
             self._end("stop", stop)
+        elif self.grammar is not None and self.grammar.over:
+            self.end_with_grammar()
         elif self.known >= self.max_len:
             self._end("length")
         elif may_stop and self._repeats():
             self._end("repetition")
+
+    def end_with_grammar(self) -> None:
+        """Ends the row where nothing can be added to its form, or the grammar has failed."""
+        assert self.grammar is not None
+        self.error = self.grammar.error
+        if self.error is None:
+            self._end("stop")
 
     def _repeats(self) -> bool:
         return self.repetition is not None and self.repetition.found(

@@ -22,7 +22,9 @@ from tidemill_worker.engine.pages import BlockTables, PagePool
 from tidemill_worker.engine.prefix_cache import PrefixCache
 from tidemill_worker.engine.row import Row
 
-_SOUND_ERRORS = frozenset({ErrorCode.CANCELLED, ErrorCode.EXPIRED, ErrorCode.INVALID_JOB})
+_SOUND_ERRORS = frozenset(
+    {ErrorCode.CANCELLED, ErrorCode.EXPIRED, ErrorCode.INVALID_JOB, ErrorCode.INVALID_GRAMMAR}
+)
 """Errors that say nothing against the pages that the row has filled."""
 
 
