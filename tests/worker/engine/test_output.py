@@ -93,6 +93,60 @@ def test_text_before_stopping_is_allowed_neither_holds_nor_begins_a_stop_text() 
     assert text.finish() == "abab"
 
 
+PIECES = [
+    *(
+        "own fox",
+        "o",
+        "wn",
+        " fox",
+        "</think>",
+        "<think>",
+        "x",
+        "\n",
+        "Příliš žluť",
+        "汉字",
+        "\ufffd",
+    ),
+    *("👩‍🚒", "stop here it"),
+]
+
+
+@given(
+    st.lists(st.sampled_from(PIECES).map(str.encode) | st.binary(max_size=3), max_size=12),
+    st.lists(st.sampled_from(["own fox", "o", "ow", "🚒", "\ufffd", "stop here it"]), max_size=3),
+    st.booleans(),
+    st.integers(1, 4),
+    st.integers(0, 4),
+)
+def test_deltas_concatenate_to_the_final_text(
+    pieces: list[bytes], stops: list[str], include_stop: bool, every: int, min_tokens: int
+) -> None:
+    raw = b"".join(pieces)
+    table = sorted({raw[i : i + every] for i in range(0, len(raw), every)})
+    text = OutputText(Detokenizer(table), stops, include_stop=include_stop)
+    deltas = []
+    for count, start in enumerate(range(0, len(raw), every), start=1):
+        token_id = table.index(raw[start : start + every])
+        stop = text.append(token_id, may_stop=count > min_tokens)
+        deltas.append(text.take_delta())
+        if stop is not None:
+            break
+    final = text.finish()
+    assert final.startswith("".join(deltas))
+    assert "".join(deltas) + text.take_delta(final=True) == final
+    assert text.take_delta(final=True) == ""
+
+
+def test_a_stop_text_held_back_splits_no_think_tag() -> None:
+    pieces = [b"hm", b"</think>", b"stop", b" ", b"it"]
+    text = OutputText(Detokenizer(pieces), ["stop here it"])
+    deltas = []
+    for token_id in range(len(pieces)):
+        assert text.append(token_id) is None
+        deltas.append(text.take_delta())
+    assert deltas == ["hm", "</think>", "", "", "stop it"], "no more than its own beginning is held"
+
+
 def test_memory_does_not_grow_with_the_text() -> None:
     text = OutputText(Detokenizer(BYTES), ["never"])
     for _ in range(10_000):

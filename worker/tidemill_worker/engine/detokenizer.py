@@ -29,6 +29,11 @@ class Detokenizer:
             self._pieces.append(piece)
         return piece
 
+    @property
+    def pieces(self) -> Sequence[str]:
+        """What the tokens have completed so far."""
+        return self._pieces
+
     def finish(self) -> str:
         """The whole text; bytes of an unfinished character become U+FFFD."""
         rest = self._decoder.decode(b"", final=True)

@@ -26,6 +26,10 @@ class OutputText:
         self._tail_start = 0
         """Where the tail begins in the whole text."""
         self._end: int | None = None
+        """Where the stop text that has ended the row cuts the whole text."""
+        self._pieces_read = 0
+        self._taken = 0
+        self._untaken = ""
 
     def append(self, token_id: int, *, may_stop: bool = True) -> str | None:
         """Adds a token; returns the stop text that it completes, if any.
@@ -39,6 +43,25 @@ class OutputText:
         stop = self._find_stop() if may_stop else None
         self._shorten_tail(self._overlap if may_stop else 0)
         return stop
+
+    def take_delta(self, *, final: bool = False) -> str:
+        """The text since the last call, as far as it can no longer change.
+
+        What may begin a stop text is held back, and no more than that; a `final` call gives the
+        rest. All deltas together are what `finish` returns.
+        """
+        if final:
+            self._detokenizer.finish()
+        pieces = self._detokenizer.pieces
+        self._untaken += "".join(pieces[self._pieces_read :])
+        self._pieces_read = len(pieces)
+        if self._end is not None:
+            safe = self._end - self._taken
+        else:
+            safe = len(self._untaken) - (0 if final else self._held_back())
+        delta, self._untaken = self._untaken[:safe], self._untaken[safe:]
+        self._taken += len(delta)
+        return delta
 
     def finish(self) -> str:
         """The whole text, cut at the stop text that ended it."""
@@ -56,6 +79,14 @@ class OutputText:
         start, length, stop = min(found)
         self._end = self._tail_start + start + (length if self._include_stop else 0)
         return stop
+
+    def _held_back(self) -> int:
+        """Characters at the end that may begin a stop text."""
+        longest = min(self._overlap, len(self._tail))
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self._tail[-length:]) for stop in self._stops):
+                return length
+        return 0
 
     def _shorten_tail(self, keep: int) -> None:
         gone = max(0, len(self._tail) - keep)
