@@ -59,6 +59,23 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "tool", "content": "rain", "tool_call_id": "c1"},
         {"role": "tool", "content": "noon"},
     ],
+    "two rounds of tools": [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": CALLS[:2]},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "<think>\nx\n</think>\n\ny", "tool_calls": CALLS[1:2]},
+        {"role": "tool", "content": "3"},
+    ],
+    "thoughts of earlier turns": [
+        USER,
+        {"role": "assistant", "content": "No.", "reasoning_content": "hm"},
+        {"role": "system", "content": "In the middle."},
+        {"role": "user", "content": "Sure? /think"},
+        {"role": "assistant", "content": "<think>hm</think>Yes."},
+        FOLLOW_UP,
+    ],
     "tools without words": [
         FOLLOW_UP,
         {"role": "assistant", "content": None, "reasoning_content": "x", "tool_calls": CALLS[:1]},
@@ -156,6 +173,12 @@ class TestRendering:
         text = model.render(_job(CONVERSATIONS["tools"]))
         assert '"arguments": {"city": "Plzeň", "days": [1, 2.5]}}' in text
         assert '"arguments": not {json}' in text
+
+    def test_a_call_without_words_suits_a_template_that_reads_the_words(
+        self, tmp_path: Path
+    ) -> None:
+        model = _model(tmp_path, "{{ 'said: ' + messages[1].content }}")
+        assert model.render(_job(CONVERSATIONS["tools without words"][:2])) == "said: "
 
     def test_a_template_for_tools_is_used_for_jobs_with_tools(self, tmp_path: Path) -> None:
         named = {"default": "plain", "tool_use": "{{ tools[0].function.name }}"}

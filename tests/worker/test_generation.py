@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import tidemill_worker
 from tidemill_contracts.models.errors import ContractMismatch, ModelError
 from tidemill_contracts.wire import (
     ErrorCode,
@@ -19,8 +20,9 @@ from tidemill_contracts.wire import (
     JobFailed,
     RepetitionDetection,
     SamplingParams,
+    convert_job,
 )
-from tidemill_worker.batcher import Batcher
+from tidemill_worker.batcher import Batcher, _characters
 from tidemill_worker.settings import make_config
 
 LENGTHS = [1, 2, 3, 7, 15, 16, 17, 31, 33, 48, 63, 64, 65, 90, 100]
@@ -280,6 +282,32 @@ async def test_jobs_that_cannot_be_run_are_refused_at_once(
         assert await _generate(model, good)
     assert caught.value.error.code == code
     assert said in caught.value.error.message
+
+
+async def test_a_prompt_of_megabytes_is_tokenised_while_the_event_loop_turns() -> None:
+    demo = Path(tidemill_worker.__file__).parent / "demo_model"
+    text = "The quick brown fox. " * 100_000
+    async with batcher(demo) as model:
+        jobs = [
+            GenerationJob(prompt=text),
+            convert_job({"messages": [{"role": "user", "content": text}]}),
+            convert_job(
+                {
+                    "messages": [{"role": "user", "content": "x"}],
+                    "chat": {"tools": [{"function": {"description": text}}]},
+                }
+            ),
+        ]
+        for job in jobs:
+            assert _characters(job) >= len(text)
+        encoding = asyncio.create_task(model._encode(jobs[0]))
+        turns = 0
+        while not encoding.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        assert len((await encoding).token_ids) > 100_000
+    # Tokenising takes seconds; where it holds the interpreter, a handful of turns get through.
+    assert turns > 20
 
 
 async def test_a_length_that_was_not_asked_for_is_what_there_is_room_for(

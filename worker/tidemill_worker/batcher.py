@@ -10,6 +10,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 import torch
 
 from tidemill_contracts.models.hub import resolve_model_dir
@@ -26,7 +27,7 @@ from tidemill_worker.engine.pages import PagePool
 from tidemill_worker.engine.row import Row
 from tidemill_worker.engine.runner import ModelRunner
 from tidemill_worker.engine.scheduler import Scheduler
-from tidemill_worker.outputs import make_result, make_rows
+from tidemill_worker.outputs import make_result, make_rows, thinking_room
 from tidemill_worker.settings import WorkerConfig
 from tidemill_worker.structured import Grammars
 from tidemill_worker.text import Prompt, TextModel
@@ -123,7 +124,7 @@ class Batcher:
                 " `prompt_logits` - at `$.sampling.prompt_logprobs`",
             )
         prompt = await self._encode(job)
-        max_tokens = self._max_tokens(job, len(prompt.token_ids))
+        max_tokens = self._max_tokens(job, prompt)
         rows = make_rows(
             job,
             job_id,
@@ -156,13 +157,15 @@ class Batcher:
             return await asyncio.to_thread(self.text.encode, job)
         return self.text.encode(job)
 
-    def _max_tokens(self, job: GenerationJob, prompt_len: int) -> int:
+    def _max_tokens(self, job: GenerationJob, prompt: Prompt) -> int:
         """Tokens to generate at most. Raises `JobFailed` where that can never fit."""
+        prompt_len = len(prompt.token_ids)
         max_tokens = job.sampling.max_tokens
         if max_tokens is None:
             # The job did not ask for a length, so it gets as much as there is room for.
             room = self._scheduler.capacity - prompt_len
-            max_tokens = max(1, min(self.config.default_max_tokens, room))
+            wanted = self.config.default_max_tokens + thinking_room(job, prompt, self.text)
+            max_tokens = max(1, min(wanted, room))
         refusal = self._scheduler.refusal(prompt_len, max_tokens)
         if refusal is not None:
             raise JobFailed(refusal)
@@ -221,6 +224,11 @@ def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel]:
 
 
 def _characters(job: GenerationJob) -> int:
-    messages = job.messages or []
-    texts = [text for m in messages for text in (m.content, m.reasoning_content) if text]
-    return len(job.prompt or "") + sum(map(len, texts))
+    """About how many characters its prompt will have, without the template's own."""
+    if job.messages is None:
+        return len(job.prompt or "")
+    texts = [text for m in job.messages for text in (m.content, m.reasoning_content) if text]
+    # Tools and calls are written as JSON: of any depth, so that encoding is the way to count.
+    described = [tool.function for tool in job.chat.tools]
+    calls = [call.function for message in job.messages for call in message.tool_calls]
+    return sum(map(len, texts)) + len(msgspec.json.encode([described, calls]))

@@ -18,7 +18,13 @@ from msgspec import Meta
 
 from tidemill_contracts.wire import ParsedToolCall
 
-_THINK, _END_THINK = "<think>", "</think>"
+THINK, END_THINK = "<think>", "</think>"
+CLOSING_SENTENCE = (
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the"
+    f" thinking directly now.\n{END_THINK}\n\n"
+)
+"""Ends thoughts that have used their budget up: the words that Qwen documents for it in "Thinking
+Budget" (QwenLM/Qwen3) and in Qwen3's technical report (arXiv 2505.09388)."""
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _BEFORE_OBJECT = re.compile(r"\s*(?=\{)")
 _AFTER_OBJECT = re.compile(rf"\s*{_END_CALL}")
@@ -52,9 +58,9 @@ def think_block(prompt_text: str) -> ThinkBlock:
     Only the end counts: tags elsewhere are somebody's words, or earlier turns.
     """
     end = prompt_text.rstrip()
-    if end.endswith(_THINK):
+    if end.endswith(THINK):
         return ThinkBlock.OPEN
-    return ThinkBlock.CLOSED if end.endswith(_END_THINK) else ThinkBlock.ABSENT
+    return ThinkBlock.CLOSED if end.endswith(END_THINK) else ThinkBlock.ABSENT
 
 
 def prompt_opens_thinking(prompt_text: str) -> bool:
@@ -72,9 +78,9 @@ def split(text: str, *, thinking_open: bool) -> Reply:
     """
     reasoning = None
     start = text.lstrip()
-    tagged = start.startswith(_THINK)
+    tagged = start.startswith(THINK)
     if tagged or thinking_open:
-        thoughts, _, text = (start[len(_THINK) :] if tagged else text).partition(_END_THINK)
+        thoughts, _, text = (start[len(THINK) :] if tagged else text).partition(END_THINK)
         reasoning = thoughts.strip("\n")
         text = text.lstrip("\n")
     content, tool_calls = _take_calls(text)

@@ -18,11 +18,12 @@ from tidemill_contracts.wire import (
     Timings,
     Usage,
 )
-from tidemill_worker.chat import split
+from tidemill_worker.chat import ThinkBlock, split
 from tidemill_worker.defaults import sampling_defaults
 from tidemill_worker.engine.grammar import RowGrammar
 from tidemill_worker.engine.output import OutputText, Repetition
 from tidemill_worker.engine.row import Row, RowSampling
+from tidemill_worker.engine.thinking import Thinking
 from tidemill_worker.text import Prompt, TextModel
 
 
@@ -39,8 +40,8 @@ def make_rows(
     """One row for each output that the job asks for, seeded one by one; `grammars` has one for
     each of them, or none.
 
-    Raises `JobFailed` where an option names a token that the model does not have, or the result
-    would be too large.
+    Raises `JobFailed` where an option names a token that the model does not have, the result would
+    be too large, or there is no room for what the job asks.
     """
     asked = job.sampling
     _check_tokens(job, text.vocab_size)
@@ -52,6 +53,7 @@ def make_rows(
     ends = set(asked.stop_token_ids)
     if not asked.ignore_eos:
         ends |= text.eos_token_ids
+    budget = _thinking_budget(job, prompt, text, max_tokens)
     rows = []
     for index in range(asked.n):
         detokenizer = text.detokenizer(asked.skip_special_tokens)
@@ -81,6 +83,7 @@ def make_rows(
                 end_token_ids=frozenset(ends),
                 min_tokens=min(asked.min_tokens, max_tokens),
                 text=output,
+                thinking=_thinking(job, prompt, text, budget),
                 repetition=Repetition(watch.max_pattern, watch.min_count) if watch else None,
                 grammar=grammars[index] if grammars else None,
                 priority=job.priority,
@@ -90,6 +93,24 @@ def make_rows(
             )
         )
     return rows
+
+
+def thinking_room(job: GenerationJob, prompt: Prompt, text: TextModel) -> int:
+    """Most tokens that a job's thinking budget lets thoughts take, the closing sentence included;
+    0 where there is no budget, or the prompt has ended the thoughts.
+
+    Raises `JobFailed` where the model has no tokens for the tags.
+    """
+    budget = job.chat.thinking_budget
+    if budget is None or prompt.think_block is ThinkBlock.CLOSED:
+        return 0
+    if text.think_tokens is None:
+        raise JobFailed.of(
+            ErrorCode.INVALID_JOB,
+            "The model's tokenizer has no tokens for <think> and </think>"
+            " - at `$.chat.thinking_budget`",
+        )
+    return budget + len(text.think_tokens.closing)
 
 
 def nth_seed(seed: int, index: int) -> int:
@@ -118,6 +139,7 @@ def make_result(
             prompt_tokens=first_row.prompt_len,
             completion_tokens=sum(row.generated for row in rows),
             cached_tokens=first_row.cached,
+            reasoning_tokens=sum(row.thinking.written for row in rows if row.thinking),
         ),
         timings=Timings(
             queued_ms=_since_enqueued(first_row, min(row.scheduled_at for row in rows)),
@@ -142,6 +164,7 @@ def _completion(job: GenerationJob, prompt: Prompt, row: Row) -> Completion:
             "reasoning": reply.reasoning,
             "content": reply.content,
             "tool_calls": reply.tool_calls,
+            "thinking_truncated": row.thinking is not None and row.thinking.truncated,
         }
     return Completion(
         text=text,
@@ -151,6 +174,34 @@ def _completion(job: GenerationJob, prompt: Prompt, row: Row) -> Completion:
         logprobs=row.logprobs if row.sampling.wants_logprobs else None,
         **fields,
     )
+
+
+def _thinking(
+    job: GenerationJob, prompt: Prompt, text: TextModel, budget: int | None
+) -> Thinking | None:
+    if job.messages is None or text.think_tokens is None:
+        return None
+    return Thinking(text.think_tokens, is_open=prompt.thinking_open, budget=budget)
+
+
+def _thinking_budget(
+    job: GenerationJob, prompt: Prompt, text: TextModel, max_tokens: int
+) -> int | None:
+    """The budget that leaves room for an answer; a smaller one than the job's only where the
+    length was left to the worker."""
+    room = thinking_room(job, prompt, text)
+    budget = job.chat.thinking_budget
+    if budget is None or room == 0:
+        return None
+    lacking = max(0, room + 1 - max_tokens)
+    if lacking > (budget if job.sampling.max_tokens is None else 0):
+        raise JobFailed.of(
+            ErrorCode.INVALID_JOB,
+            f"{max_tokens:,} tokens leave no room for an answer after a thinking budget of"
+            f" {budget:,} and the {room - budget} tokens that end the thoughts: raise"
+            " `$.sampling.max_tokens` or lower the budget - at `$.chat.thinking_budget`",
+        )
+    return budget - lacking
 
 
 def _effective(job: GenerationJob, prompt: Prompt, text: TextModel) -> RowSampling:

@@ -30,8 +30,16 @@ from tidemill_contracts.wire import (
     GenerationJob,
     JobFailed,
 )
-from tidemill_worker.chat import ThinkBlock, json_object, think_block
+from tidemill_worker.chat import (
+    CLOSING_SENTENCE,
+    END_THINK,
+    THINK,
+    ThinkBlock,
+    json_object,
+    think_block,
+)
 from tidemill_worker.engine.detokenizer import Detokenizer
+from tidemill_worker.engine.thinking import ThinkTokens
 
 _T = TypeVar("_T")
 
@@ -93,6 +101,8 @@ class TextModel:
         self._text_bytes = list(self.token_bytes)
         for token_id in self.special_token_ids:
             self._text_bytes[token_id] = b""
+        self.think_tokens = self._find_think_tokens()
+        """``None`` where the tokenizer has no single tokens for ``<think>`` and ``</think>``."""
         sources = _template_sources(model_dir, tokenizer_config)
         self._templates = {
             name: _compile_template(source, model_dir) for name, source in sources.items()
@@ -119,10 +129,24 @@ class TextModel:
                 eos.add(token_id)
         return frozenset(eos)
 
+    def _find_think_tokens(self) -> ThinkTokens | None:
+        if self.tokenizer is None:
+            return None
+        begin, end = map(self.tokenizer.token_to_id, (THINK, END_THINK))
+        if begin is None or end is None:
+            return None
+        texts = (raw.decode(errors="replace") for raw in self._text_bytes)
+        return ThinkTokens(
+            begin=begin,
+            end=end,
+            blank=frozenset(token_id for token_id, text in enumerate(texts) if not text.strip()),
+            closing=self.tokenise(CLOSING_SENTENCE),
+        )
+
     def encode(self, job: GenerationJob) -> Prompt:
         """The job's prompt as token ids.
 
-        Releases the GIL while it tokenises. Raises `JobFailed` where the prompt is empty, a
+        Lets other threads run while it tokenises. Raises `JobFailed` where the prompt is empty, a
         token id is not in the vocabulary, the chat template refuses, there is no tokenizer, or
         chat options come without a chat.
         """
@@ -209,7 +233,8 @@ class TextModel:
             raise JobFailed.of(
                 ErrorCode.NO_TOKENIZER, f"The model directory has no tokenizer.json: {otherwise}"
             )
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        # Unlike `encode`, this lets other threads run, and does without offsets.
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _read(path: Path, type_: type[_T]) -> _T:
@@ -241,6 +266,7 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     """A turn as templates expect it: without what is not set, and arguments as objects."""
     given = msgspec.to_builtins(message)
     plain = {name: value for name, value in given.items() if value not in (None, [])}
+    plain.setdefault("content", "")  # Qwen3's first templates need one beside tool calls too
     calls = []
     for call in message.tool_calls:
         arguments = call.function.arguments

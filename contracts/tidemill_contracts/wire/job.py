@@ -156,7 +156,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             Meta(max_length=MAX_STOPS),
         ]
     ) = []
-    """The output ends where one of these texts begins."""
+    """The output ends where one of these texts begins; thoughts are part of the output."""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LISTED_TOKENS)] = []
     include_stop_str_in_output: bool = False
     """Keep the stop text at the end of the output."""
@@ -237,11 +237,17 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ChatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the chat template is told besides the messages."""
+    """What the chat template is told besides the messages, and how long the model may think."""
 
     enable_thinking: bool | None = None
     """Qwen3's hard switch; ``None`` leaves it to the template, which thinks where it can."""
     tools: Annotated[list[Tool], Meta(max_length=128)] = []
+    thinking_budget: Annotated[int, Meta(ge=0, le=MAX_PROMPT_TOKENS)] | None = None
+    """Most tokens of thoughts, of each output. When they are used up, the sentence that Qwen
+    documents for it ends the thoughts, and the answer follows; no option of `sampling` keeps its
+    tokens from being written. It counts in `max_tokens`, which must leave room for an answer of a
+    token; where `max_tokens` is left open, the worker's default is for the answer alone. Without
+    effect on an output that has no thoughts."""
 
 
 class GenerationJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -26,6 +26,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Of all outputs together."""
     cached_tokens: int = 0
     """Of the prompt, those whose K and V another job had computed already."""
+    reasoning_tokens: int = 0
+    """Of a chat's completion, those between ``<think>`` and ``</think>``."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +75,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The stop text, or the stop token's id, that ended the output."""
     reasoning: str | None = None
     """Of a chat: what the model thought, without the tags."""
+    thinking_truncated: bool = False
+    """Of a chat: whether its `thinking_budget` was used up and ended the thoughts."""
     content: str | None = None
     """Of a chat: what it answered, without thoughts and tool calls."""
     tool_calls: list[ParsedToolCall] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tidemill_contracts.wire import FinishReason, JobError, TokenLogprobs
 from tidemill_worker.engine.grammar import RowGrammar
 from tidemill_worker.engine.output import OutputText, Repetition
+from tidemill_worker.engine.thinking import Thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class Row:
     """Generated tokens before which nothing but the length ends the row."""
     text: OutputText | None = None
     """``None`` where the model has no tokenizer."""
+    thinking: Thinking | None = None
+    """Of a chat."""
     repetition: Repetition | None = None
     grammar: RowGrammar | None = None
     """What the output is held to; it moves on with each token that is appended."""
@@ -151,10 +154,12 @@ class Row:
         return (-self.priority, self.arrival)
 
     def append(self, token_id: int, now: float) -> None:
-        """Adds a sampled token and notes whether it ends the row."""
+        """Adds the next token and notes whether it ends the row."""
         if not self.generated:
             self.first_token_at = now
         self.token_ids.append(token_id)
+        if self.thinking is not None:
+            self.thinking.append(token_id)
         if token_id in self.end_token_ids and self.generated > self.min_tokens:
             # Its own text is no part of the output, and can complete no stop text.
             self._end("stop", token_id)

@@ -55,7 +55,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
     """The next token of each row.
 
     `logits` is float32 ``[rows, vocabulary]``, finite, and already sliced to the real
-    vocabulary: the pad entries of the head are garbage. It is changed in place.
+    vocabulary: the pad entries of the head are garbage. It is changed in place. Where a budget
+    ends a row's thoughts, the token is that of the closing sentence, whatever the job's options
+    make of it.
     """
     told = [index for index, row in enumerate(rows) if row.sampling.wants_logprobs]
     # Of the model itself: before the job's penalties, biases, temperature and filters.
@@ -65,7 +67,10 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
         adjusted = logits[changed]
         adjust(adjusted, [rows[index] for index in changed])
         logits[changed] = adjusted
-    tokens = _choose(logits, rows)
+    tokens = [
+        token if row.thinking is None else row.thinking.settle(token)
+        for token, row in zip(_choose(logits, rows), rows, strict=True)
+    ]
     sampled = [Sampled(token) for token in tokens]
     if log_probabilities is not None:
         for line, index in enumerate(told):
