@@ -93,6 +93,35 @@ def test_rows_of_one_batch_are_filtered_each_by_its_own_options() -> None:
         torch.testing.assert_close(together[i], alone, atol=0, rtol=0)
 
 
+def test_a_row_that_needs_no_second_look_is_filtered_alike_with_one_that_does() -> None:
+    """Top-p is a share of what min-p leaves, also where min-p ends beyond the first candidates."""
+    logits = _logits(2, 4_000)
+    samplings = [
+        _row(top_p=0.8, min_p=1e-4, temperature=1.0).sampling,
+        _row(top_p=0.999, temperature=5.0).sampling,
+    ]
+    width = 300
+    weights, ids = sampler.filtered(logits[:1], samplings[:1], width)
+    assert ids.shape[1] == width, "alone it is settled at once"
+    both, all_ids = sampler.filtered(logits, samplings, width)
+    assert all_ids.shape[1] == 4_000, "its neighbour is not"
+    alone = torch.zeros(1, 4_000).scatter(1, ids, weights)
+    assert torch.equal(both[:1], alone)
+    assert torch.equal(_probabilities(logits, samplings)[0], (alone / alone.sum())[0])
+
+
+def test_the_sum_of_a_row_does_not_depend_on_how_many_there_are() -> None:
+    values = _logits(3, 151_936).exp()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = sampler._line_sums(values)
+        for line in range(3):
+            assert torch.equal(sampler._line_sums(values[line : line + 1])[0], together[line])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     logits = torch.zeros(1, 3_000)
     logits[0, 5] = 4.0

@@ -140,6 +140,16 @@ def _weights(logits: Tensor, largest: Tensor, sampling: Sequence[RowSampling]) -
     return (logits - largest).div_(temperature[:, None]).exp_()
 
 
+def _line_sums(values: Tensor) -> Tensor:
+    """float64 [rows]: each row's sum, in the same order however many rows there are.
+
+    torch splits one long sum among threads, but not two: a row alone is summed twice.
+    """
+    if len(values) == 1:
+        return values.expand(2, -1).sum(dim=1, dtype=torch.float64)[:1]
+    return values.sum(dim=1, dtype=torch.float64)
+
+
 def filtered(logits: Tensor, sampling: Sequence[RowSampling], width: int) -> tuple[Tensor, Tensor]:
     """What min-p, then top-k, then top-p leave of each row.
 
@@ -152,10 +162,13 @@ def filtered(logits: Tensor, sampling: Sequence[RowSampling], width: int) -> tup
     vocabulary, device = logits.shape[1], logits.device
     top_k = torch.tensor([s.top_k or vocabulary for s in sampling], device=device)
     top_k.clamp_(max=vocabulary)
-    top_p = torch.tensor([s.top_p for s in sampling], dtype=torch.float64, device=device)
+    # A top-p of 1 leaves everything, whatever the last bit of a sum.
+    shares = [s.top_p if s.top_p < 1 else math.inf for s in sampling]
+    top_p = torch.tensor(shares, dtype=torch.float64, device=device)
     # A share of the likeliest token's weight, which is 1.
     min_p = torch.tensor([s.min_p for s in sampling], device=device)[:, None]
-    mass: Tensor | None = None
+    whole: Tensor | None = None
+    mass = torch.zeros(len(logits), dtype=torch.float64, device=device)
     while True:
         values, ids = logits.topk(width, dim=1)
         weights = _weights(values, values[:, :1], sampling)
@@ -163,18 +176,22 @@ def filtered(logits: Tensor, sampling: Sequence[RowSampling], width: int) -> tup
         floor = torch.maximum(min_p, torch.where((top_k <= width)[:, None], kth, 0.0))
         kept = torch.where(weights < floor, 0.0, weights.double())
         cumulative = kept.cumsum(dim=1)
-        # Without a limit among the candidates, the whole vocabulary's mass counts.
-        limited = (top_k <= width) | (weights[:, -1] < floor[:, 0])
-        if mass is None and not bool(limited.all()):
-            mass = _weights(logits, values[:, :1], sampling).sum(dim=1, dtype=torch.float64)
-        total = cumulative[:, -1] if mass is None else torch.where(limited, cumulative[:, -1], mass)
+        # Without a limit among the candidates, the whole vocabulary's mass counts. It is kept for
+        # the second look, where a sum in another order might differ in its last bit.
+        if whole is None:
+            limited = (top_k <= width) | (weights[:, -1] < floor[:, 0])
+            whole = ~limited & (top_k == vocabulary) & top_p.isfinite()
+            if bool(whole.any()):
+                everything = _weights(logits, values[:, :1], sampling)
+                mass = _line_sums(torch.where(everything < min_p, 0.0, everything))
+        total = torch.where(whole, mass, cumulative[:, -1])
         # A token stays while the tokens before it have not reached top_p.
         goal = (top_p * total)[:, None]
         count = (cumulative - kept < goal).sum(dim=1, keepdim=True)
         floor = torch.maximum(floor, weights.gather(1, count - 1))
         # Everything that is kept lies strictly inside the candidates, and a top-k beyond them does
         # not change what top-p is a share of; or they are all there is.
-        settled = (floor > weights[:, -1:]).all() and (limited | (top_k == vocabulary)).all()
+        settled = (floor > weights[:, -1:]).all() and (limited | whole).all()
         if width == vocabulary or bool(settled):
             ids, order = ids.sort(dim=1)
             weights = weights.gather(1, order)
