@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import tidemill_worker
-from tidemill_contracts.models.errors import ContractMismatch, ModelError
+from tidemill_contracts.models.errors import CheckpointError, ContractMismatch, ModelError
+from tidemill_contracts.models.fingerprint import hash_weights
 from tidemill_contracts.wire import (
     ErrorCode,
     GenerationJob,
@@ -22,6 +24,7 @@ from tidemill_contracts.wire import (
     SamplingParams,
     convert_job,
 )
+from tidemill_contracts.wire.receipt import differences, problems
 from tidemill_worker.batcher import Batcher, _characters
 from tidemill_worker.settings import make_config
 
@@ -225,6 +228,49 @@ async def test_the_result_says_what_sampling_was_in_effect(tiny_model: Path) -> 
         "repetition_penalty": 1.0,
         "seed": 9,
     }
+
+
+async def test_a_receipt_says_what_a_result_was_made_from(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+
+    def noted(model_dir: Path) -> str:
+        hashed.append(model_dir)
+        return hash_weights(model_dir)
+
+    monkeypatch.setattr("tidemill_worker.batcher.hash_weights", noted)
+    asked = SamplingParams(temperature=1, seed=4, n=2, max_tokens=5, ignore_eos=True)
+    job = GenerationJob(prompt_token_ids=[1, 2, 3], sampling=asked, receipt=True)
+    async with batcher(tiny_model) as model:
+        assert (await _generate(model, _asking([1], 2))).receipt is None
+        assert hashed == [], "nothing is hashed before a receipt is asked for"
+        one, again = await asyncio.gather(*(_generate(model, job) for _ in range(2)))
+        warmer = msgspec.structs.replace(asked, temperature=2.0)
+        other = await _generate(model, msgspec.structs.replace(job, sampling=warmer))
+        fingerprint = model.runner.contract.abi_fingerprint()
+    assert hashed == [tiny_model]
+    assert one.receipt is not None
+    assert again.receipt == one.receipt
+    assert other.receipt is not None
+    assert one.receipt.contract == fingerprint
+    assert one.receipt.weights == hash_weights(tiny_model)
+    assert (one.receipt.dtype, one.receipt.deterministic) == ("float32", False)
+    assert problems(one, [1, 2, 3]) == []
+    assert differences(one.receipt, other.receipt) == ["another sampling", "other outputs"]
+
+
+async def test_a_checkpoint_that_is_gone_fails_the_job_that_asked_for_a_receipt(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with batcher(tiny_model) as model:
+        monkeypatch.setattr(model.text, "model_dir", tiny_model / "gone")
+        job = msgspec.structs.replace(_asking([1], 2), receipt=True)
+        with pytest.raises(CheckpointError, match="no such model directory"):
+            await _generate(model, job)
+        assert await _generate(model, _asking([1], 2))
+        monkeypatch.setattr(model.text, "model_dir", tiny_model)
+        assert (await _generate(model, job)).receipt, "it is tried again"
 
 
 async def test_joining_late_changes_nothing(tiny_model: Path, alone: list[list[int]]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from tidemill_contracts.models.fingerprint import hash_weights
 from tidemill_contracts.models.hub import resolve_model_dir
 from tidemill_contracts.models.runtime import RuntimeOptions
 from tidemill_contracts.wire import (
@@ -27,7 +28,7 @@ from tidemill_worker.engine.pages import PagePool
 from tidemill_worker.engine.row import Row
 from tidemill_worker.engine.runner import ModelRunner
 from tidemill_worker.engine.scheduler import Scheduler
-from tidemill_worker.outputs import make_result, make_rows, thinking_room
+from tidemill_worker.outputs import make_receipt, make_result, make_rows, thinking_room
 from tidemill_worker.settings import WorkerConfig
 from tidemill_worker.structured import Grammars
 from tidemill_worker.text import Prompt, TextModel
@@ -54,6 +55,7 @@ class Batcher:
         self._grammars = Grammars(text, config.threads)
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
+        self._weights: asyncio.Task[str] | None = None
         self._waiting: dict[Row, asyncio.Future[Row]] = {}
         self._scheduler = Scheduler(
             PagePool(runner.runtime.total_kv_pages, runner.runtime.page_size),
@@ -134,8 +136,24 @@ class Batcher:
             max_tokens=max_tokens,
             enqueued_at=enqueued_at,
         )
+        weights = self._hash_weights() if job.receipt else None
         await self._run(rows)
-        return make_result(job, job_id, self.model_name, prompt, rows)
+        result = make_result(job, job_id, self.model_name, prompt, rows)
+        if weights is None:
+            return result
+        # Others may wait for the same hash: one caller that is cancelled does not end it.
+        hashed = await asyncio.shield(weights)
+        receipt = make_receipt(job, prompt, rows, self.text, self.runner.model, hashed)
+        return msgspec.structs.replace(result, receipt=receipt)
+
+    def _hash_weights(self) -> asyncio.Task[str]:
+        """The hash of the weights, computed beside the engine when the first receipt is asked
+        for, and again only where that has failed."""
+        task = self._weights
+        if task is None or (task.done() and task.exception() is not None):
+            task = asyncio.create_task(asyncio.to_thread(hash_weights, self.text.model_dir))
+            self._weights = task
+        return task
 
     async def _run(self, rows: list[Row]) -> None:
         """Runs rows to their end; where the caller is cancelled, all of them leave."""
@@ -218,6 +236,7 @@ def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel]:
             kv_pages=config.kv_pages,
             max_rows=config.max_rows,
             max_step_tokens=config.max_step_tokens,
+            deterministic=config.deterministic,
         ),
     )
     return runner, TextModel(model_dir, runner.config)

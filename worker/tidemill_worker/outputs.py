@@ -9,12 +9,16 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
+from tidemill_contracts.models.startup import ServedModel
 from tidemill_contracts.wire import (
     Completion,
     ErrorCode,
     GenerationJob,
     GenerationResult,
     JobFailed,
+    Receipt,
     Timings,
     Usage,
 )
@@ -151,6 +155,33 @@ def make_result(
         prompt_logprobs=(
             None if asked.prompt_logprobs is None else [None, *first_row.prompt_logprobs]
         ),
+    )
+
+
+def make_receipt(
+    job: GenerationJob,
+    prompt: Prompt,
+    rows: Sequence[Row],
+    text: TextModel,
+    model: ServedModel,
+    weights: str,
+) -> Receipt:
+    """What the job's result was made from; `weights` is the hash of the checkpoint's."""
+    first = rows[0]
+    return Receipt.of(
+        weights=weights,
+        contract=model.contract.abi_fingerprint(),
+        chat_template=None if job.messages is None else text.templates_hash,
+        prompt_token_ids=prompt.token_ids,
+        sampling={
+            **msgspec.to_builtins(job.sampling),
+            **_told(first.sampling),
+            "max_tokens": first.max_len - first.prompt_len,
+            "end_token_ids": sorted(first.end_token_ids),
+        },
+        outputs=[row.output_token_ids for row in rows],
+        dtype=str(model.runtime.dtype).removeprefix("torch."),
+        deterministic=model.runtime.deterministic,
     )
 
 

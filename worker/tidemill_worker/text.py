@@ -30,6 +30,7 @@ from tidemill_contracts.wire import (
     GenerationJob,
     JobFailed,
 )
+from tidemill_contracts.wire.receipt import hash_json
 from tidemill_worker.chat import (
     CLOSING_SENTENCE,
     END_THINK,
@@ -107,6 +108,8 @@ class TextModel:
         self._templates = {
             name: _compile_template(source, model_dir) for name, source in sources.items()
         }
+        self.templates_hash = hash_json(sources)
+        """For receipts; of the chat templates by name."""
         self.switches_thinking = any(map(_switches_thinking, sources.values()))
         """Whether the chat template knows ``enable_thinking``, as those of models do that think
         or not as they are told."""

@@ -48,7 +48,7 @@ class Checkpoint:
     def __init__(self, model_dir: str | Path) -> None:
         self.directory = Path(model_dir)
         """For a backend that reads the files itself, in another process."""
-        files, index = _find_files(self.directory)
+        files, index = find_files(self.directory)
         self._entries: dict[str, _Entry] = {}
         for path in files:
             for name, entry in _read_entries(path).items():
@@ -120,7 +120,7 @@ class _Entry:
     shape: tuple[int, ...]
 
 
-def _find_files(directory: Path) -> tuple[list[Path], Mapping[str, str] | None]:
+def find_files(directory: Path) -> tuple[list[Path], Mapping[str, str] | None]:
     """The files to read, and the index's weight map where there is one."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such model directory.")
@@ -190,7 +190,7 @@ def _read_entries(path: Path) -> dict[str, _Entry]:
     The format: 8 bytes of little-endian header length, a JSON header, then the tensors without
     gaps (https://github.com/huggingface/safetensors, "Format").
     """
-    header, data_start, size = _read_header(path)
+    header, data_start, size = read_header(path)
     entries: dict[str, _Entry] = {}
     spans: list[tuple[int, int, str]] = []
     for name, facts in header.items():
@@ -233,7 +233,7 @@ def _read_entries(path: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header, where the data begin, and the file's length, in bytes."""
     try:
         size = path.stat().st_size

@@ -122,6 +122,7 @@ def _show_stages(contract: ModelContract) -> None:
 @click.option("--max-model-len", type=int, help="Longest job in tokens.")
 @click.option("--max-rows", type=int, default=32, show_default=True, help="Rows in one step.")
 @click.option("--page-size", type=int, help="Tokens per KV page.")
+@click.option("--deterministic", is_flag=True, help="A job's bits do not depend on its batch.")
 @click.option("--memory", type=_Bytes(), help="Memory to plan for, e.g. 16GiB; what is free now.")
 @as_json
 def check_command(model_dir: Path, memory: int | None, as_json: bool, **options: Any) -> None:

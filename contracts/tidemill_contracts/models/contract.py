@@ -43,6 +43,8 @@ Phase = Literal["prefill", "decode", "score"]
 
 OPTIONAL_PHASES: Mapping[str, Phase] = MappingProxyType({"prompt_logits": "score"})
 """Phases that a contract need not have, by the capability that says that it has one."""
+DETERMINISTIC = "deterministic"
+"""The capability of a contract that honours ``RuntimeConfig.deterministic``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,9 @@ class RuntimeConfig:
     total_kv_pages: int
     max_logit_rows: int = 64
     """Most tokens whose logits one score call gives: each takes a row of the whole vocabulary."""
+    deterministic: bool = False
+    """A row's logits are the same to the bit whatever is computed with it; only for contracts
+    with the capability `DETERMINISTIC`."""
 
 
 @dataclass(frozen=True, slots=True)

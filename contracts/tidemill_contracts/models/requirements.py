@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidemill_contracts.models.contract import (
     CONTRACT_SCHEMA_VERSION,
+    DETERMINISTIC,
     OPTIONAL_PHASES,
     ModelContract,
     Phase,
+    RuntimeConfig,
 )
 from tidemill_contracts.models.errors import ContractMismatch
 
@@ -23,6 +25,12 @@ class ServingRequirements:
     required_capabilities: frozenset[str] = frozenset({"paged_kv", "chunked_prefill"})
     optional_capabilities: frozenset[str] = frozenset(OPTIONAL_PHASES)
     """Used where the contract has them; `found_optional` says which it has."""
+
+    def of_run(self, runtime: RuntimeConfig) -> ServingRequirements:
+        """With what this run needs besides."""
+        if not runtime.deterministic:
+            return self
+        return replace(self, required_capabilities=self.required_capabilities | {DETERMINISTIC})
 
     def problems(self, contract: ModelContract) -> Iterator[ContractMismatch]:
         """What the contract lacks."""

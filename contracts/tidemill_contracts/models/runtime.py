@@ -35,6 +35,7 @@ class RuntimeOptions:
     kv_pages: int | None = None
     max_rows: int = 32
     max_step_tokens: int = 2048
+    deterministic: bool = False
 
 
 def plan_runtime(
@@ -74,6 +75,7 @@ def plan_runtime(
         page_size=page_size,
         total_kv_pages=options.kv_pages or 1,
         max_logit_rows=min(max_step_tokens, max(1, SCORED_LOGITS_BYTES // logits_bytes)),
+        deterministic=options.deterministic,
     )
     if options.kv_pages is None:
         pages = _pages_that_fit(config, contract, runtime)

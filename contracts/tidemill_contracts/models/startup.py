@@ -173,7 +173,7 @@ def _description_problems(
     requirements: ServingRequirements,
 ) -> Iterator[ContractMismatch]:
     """What can be told before the kernels are loaded."""
-    yield from requirements.problems(contract)
+    yield from requirements.of_run(runtime).problems(contract)
     yield from _stage_problems(contract)
     yield from _limit_problems(contract, config, runtime)
 

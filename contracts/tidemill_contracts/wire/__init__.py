@@ -23,6 +23,7 @@ from tidemill_contracts.wire.job import (
     Tool,
     ToolCall,
 )
+from tidemill_contracts.wire.receipt import Receipt
 from tidemill_contracts.wire.result import (
     Completion,
     FinishReason,
@@ -50,6 +51,7 @@ __all__ = [
     "JobFailed",
     "Outcome",
     "ParsedToolCall",
+    "Receipt",
     "RepetitionDetection",
     "SamplingParams",
     "StructuredOutput",

@@ -271,6 +271,8 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """When the answer stops being useful, in seconds since the Unix epoch."""
     cache_salt: Annotated[str, Meta(max_length=128)] = ""
     """Share cached prefixes only with jobs of the same salt, a tenant's name for instance."""
+    receipt: bool = False
+    """Give a receipt with the result: hashes of all that it was made from."""
     metadata: Annotated[
         dict[
             Annotated[str, Meta(min_length=1, max_length=64)],

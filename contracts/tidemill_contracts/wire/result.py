@@ -11,6 +11,7 @@ import msgspec
 
 from tidemill_contracts.wire.errors import JobError, JobFailed
 from tidemill_contracts.wire.job import SCHEMA_VERSION
+from tidemill_contracts.wire.receipt import Receipt
 
 FinishReason = Literal["stop", "length", "deadline", "repetition"]
 """``stop``: an end-of-sequence token, a stop token or a stop text; ``length``: `max_tokens` or the
@@ -98,6 +99,8 @@ class GenerationResult(Completion, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry a prompt token, where the job asked for them; ``None`` for the first token, which
     has nothing before it."""
+    receipt: Receipt | None = None
+    """Where the job asked for one."""
     schema_version: int = SCHEMA_VERSION
 
 

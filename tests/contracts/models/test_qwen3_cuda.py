@@ -226,7 +226,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(cuda, "cuda_graph", lambda: graphs.capture)
     monkeypatch.setattr(cuda, "WORKSPACE_BYTES", 16)
 
-    def chosen(device: torch.device, layout: Layout) -> Chosen:
+    def chosen(device: torch.device, layout: Layout, **_: bool) -> Chosen:
         ops = FlashInferOps(flashinfer(), layout, device)
         return Chosen(ops, ops.replayed)
 

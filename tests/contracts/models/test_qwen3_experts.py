@@ -39,13 +39,15 @@ class TestRouting:
         with torch.no_grad():
             _, weights, chosen = theirs(x)
         flag = torch.tensor([norm], dtype=torch.int32)
-        found, ids = experts.route(x, router, ranks(4), flag)
+        found, ids = experts.route(ReferenceOps(), x, router, ranks(4), flag)
         assert torch.equal(ids, chosen)
         torch.testing.assert_close(found, weights)
 
     def test_the_softmax_is_float32_in_any_model_dtype(self) -> None:
         x, router = torch.randn(5, 16).bfloat16(), torch.randn(6, 16).bfloat16()
-        found, _ = experts.route(x, router, ranks(6), torch.zeros(1, dtype=torch.int32))
+        found, _ = experts.route(
+            ReferenceOps(), x, router, ranks(6), torch.zeros(1, dtype=torch.int32)
+        )
         chances = torch.nn.functional.linear(x, router).float().softmax(-1)
         expected = chances.sort(-1, descending=True).values.bfloat16()
         assert torch.equal(found, expected)

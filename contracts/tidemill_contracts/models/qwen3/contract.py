@@ -14,6 +14,7 @@ import torch
 
 from tidemill_contracts.models.config import ModelConfig
 from tidemill_contracts.models.contract import (
+    DETERMINISTIC,
     DYNAMIC_SYMBOLS,
     CacheSpec,
     KernelSpec,
@@ -78,7 +79,7 @@ def contract_of(variant: Variant) -> ModelContract:
     }
     contract = ModelContract(
         model=ModelId(FAMILY, variant.name),
-        capabilities=frozenset({"paged_kv", "chunked_prefill", "prompt_logits"}),
+        capabilities=frozenset({"paged_kv", "chunked_prefill", "prompt_logits", DETERMINISTIC}),
         limits=variant.limits,
         execution={"prefill": ("prefill",), "decode": ("decode",), "score": ("score",)},
         kernels=kernels,

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tidemill_contracts.models.qwen3.ops import Ops
 
 
 def route(
-    x: Tensor, router: Tensor, expert_ranks: Tensor, norm_topk: Tensor
+    ops: Ops, x: Tensor, router: Tensor, expert_ranks: Tensor, norm_topk: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Each token's experts, best first: weights of x's dtype and ids, int64, both [T, K].
 
     x [T, H]; router [E, H]; of `expert_ranks` only the length K is read.
     """
-    chances = functional.linear(x, router).softmax(-1, dtype=torch.float32)
+    chances = ops.linear(x, router).softmax(-1, dtype=torch.float32)
     best, experts = chances.topk(len(expert_ranks), dim=-1)
     scaled = best / best.sum(-1, keepdim=True)
     return best.where(norm_topk == 0, scaled).to(x.dtype), experts
@@ -42,7 +41,7 @@ def mix(
     x [T, H]; router [E, H]; w_gate_up [E, 2·I, H]; w_down [E, H, I]. Tokens are sorted by expert,
     so that each expert's weight is read once, for all of its tokens.
     """
-    weights, experts = route(x, router, expert_ranks, norm_topk)
+    weights, experts = route(ops, x, router, expert_ranks, norm_topk)
     per_token = experts.shape[1]
     by_expert, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(len(router), device=x.device)
@@ -52,4 +51,4 @@ def mix(
     )
     out = ops.grouped_linear(inner, w_down, ends)
     out = torch.empty_like(out).index_copy_(0, order, out).view(len(x), per_token, -1)
-    return (out * weights.unsqueeze(-1)).sum(1)
+    return ops.weighted_sum(out, weights)

@@ -51,7 +51,7 @@ class DeviceHostFn(EagerHostFn):
         if not isinstance(kernel, Kernel):
             return super().compile(*args, config=config)
         named = by_name(self._specs, args)
-        chosen = ops_for(config.device, _layout(named))
+        chosen = ops_for(config.device, _layout(named), deterministic=config.deterministic)
         stage: CompiledStage = kernel.on(chosen.ops)
         if self._decodes and chosen.replay is not None:
             stage = chosen.replay(kernel.function, named)

@@ -246,8 +246,8 @@ def moe_decode(
 
 def dense(w_gate_up: Tensor, w_down: Tensor) -> FeedForward:
     def feed_forward(ops: Ops, layer: int, x: Tensor) -> Tensor:
-        inner = ops.silu_and_mul(functional.linear(x, w_gate_up[layer]))
-        return functional.linear(inner, w_down[layer])
+        inner = ops.silu_and_mul(ops.linear(x, w_gate_up[layer]))
+        return ops.linear(inner, w_down[layer])
 
     return feed_forward
 
@@ -295,7 +295,7 @@ class Transformer:
         if step.logit_rows is not None:
             hidden = hidden.index_select(0, step.logit_rows)
         normed = ops.rms_norm(hidden, self.final_norm, self.rms_norm_eps)
-        logits.copy_(functional.linear(normed, self.lm_head))
+        logits.copy_(ops.linear(normed, self.lm_head))
 
     def hidden(
         self, ops: Ops, step: Step, input_ids: Tensor, k_cache: Tensor, v_cache: Tensor
@@ -313,14 +313,14 @@ class Transformer:
 
         for layer in range(layers):
             normed = ops.rms_norm(hidden, self.input_norm[layer], eps)
-            qkv = functional.linear(normed, self.wqkv[layer]).view(len(hidden), -1, head_dim)
+            qkv = ops.linear(normed, self.wqkv[layer]).view(len(hidden), -1, head_dim)
             q, k, v = torch.split(qkv, [q_heads, kv_heads, kv_heads], dim=1)
             q = ops.rotate(ops.rms_norm(q, self.q_norm[layer], eps), cos, sin)
             k = ops.rotate(ops.rms_norm(k, self.k_norm[layer], eps), cos, sin)
             k_pages, v_pages = k_cache[layer], v_cache[layer]
             attention.write(k, v, k_pages, v_pages)
             attended = attention.attend(q, k_pages, v_pages)
-            hidden = hidden + functional.linear(attended.flatten(1), self.wo[layer])
+            hidden = hidden + ops.linear(attended.flatten(1), self.wo[layer])
 
             normed = ops.rms_norm(hidden, self.post_norm[layer], eps)
             hidden = hidden + self.feed_forward(ops, layer, normed)

@@ -106,6 +106,14 @@ def validate_runtime(config: ModelConfig, runtime: RuntimeConfig, mismatch: Mism
             expected=" or ".join(map(str, DTYPES)),
             hint="Qwen3's activations overflow float16.",
         )
+    if runtime.deterministic and runtime.device.type != "cpu":
+        raise mismatch(
+            "deterministic",
+            found=f"device {runtime.device}",
+            expected="device cpu",
+            hint="That a row's bits do not depend on its batch is shown for the CPU's kernels"
+            " only: leave --deterministic out, or use --device cpu.",
+        )
     if not 0 < runtime.max_seq_len <= config.max_position_embeddings:
         raise mismatch(
             "max_seq_len",

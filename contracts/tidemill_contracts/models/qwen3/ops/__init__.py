@@ -60,9 +60,15 @@ class Ops(Protocol):
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """RoPE over the halves of each head: [T, N, D] by [T, 1, D] of x's dtype."""
 
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[T, in] by the weight [out, in] of a layer, or of the head, to [T, out]."""
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) · up: [T, 2·I], gate first, to [T, I]."""
 
     def grouped_linear(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """Rows of x by the weight of their group: x [n, in] sorted by group, weights
         [E, out, in]; group e's rows end at ``ends[e]``, int32 [E]. Returns [n, out]."""
+
+    def weighted_sum(self, parts: Tensor, weights: Tensor) -> Tensor:
+        """Of each token's K parts: [T, K, H] by [T, K], both of one dtype, to [T, H]."""

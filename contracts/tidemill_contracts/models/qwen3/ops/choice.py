@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tidemill_contracts.models.contract import CompiledStage
 from tidemill_contracts.models.qwen3.ops import Layout, Ops
+from tidemill_contracts.models.qwen3.ops.deterministic import DeterministicOps
 from tidemill_contracts.models.qwen3.ops.reference import ReferenceOps
 
 logger = logging.getLogger("tidemill.contract")
@@ -38,11 +39,14 @@ class Chosen:
     """How a decode stage without data-dependent calls is recorded once and replayed."""
 
 
-def ops_for(device: torch.device, layout: Layout) -> Chosen:
-    """The best operations that are installed for `device`.
+def ops_for(device: torch.device, layout: Layout, *, deterministic: bool = False) -> Chosen:
+    """The best operations that are installed for `device`; of one kind where they must be
+    deterministic, which `validation` allows for the CPU only.
 
     torch names an NPU ``npu`` once torch_npu is imported, and ``privateuseone`` before.
     """
+    if deterministic:
+        return Chosen(DeterministicOps())
     if device.type in ("npu", "privateuseone"):
         package = optional(NPU_PACKAGE)
         if package is not None:

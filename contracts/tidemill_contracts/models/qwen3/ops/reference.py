@@ -42,6 +42,9 @@ class ReferenceOps:
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.linear(x, weight)
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
@@ -55,6 +58,22 @@ class ReferenceOps:
                 torch.mm(x[start:end], weights[group].t(), out=out[start:end])
             start = end
         return out
+
+    def weighted_sum(self, parts: Tensor, weights: Tensor) -> Tensor:
+        return (parts * weights.unsqueeze(-1)).sum(1)
+
+
+class PagedWrites:
+    """The half of `Attention` that stores K and V in their pages."""
+
+    def __init__(self, step: Step) -> None:
+        self._written, self._slots = _written(step)
+
+    def write(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
+        if self._written is not None:
+            k, v = k.index_select(0, self._written), v.index_select(0, self._written)
+        k_pages.flatten(0, 1).index_copy_(0, self._slots, k)
+        v_pages.flatten(0, 1).index_copy_(0, self._slots, v)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +92,7 @@ class _Group:
     """In place of a mask where the tokens are the whole context."""
 
 
-class GatheredAttention:
+class GatheredAttention(PagedWrites):
     """`Attention` that gathers each row's K and V and calls torch's own attention.
 
     Rows of a decode step that are of similar length attend together: the longest decides how
@@ -82,18 +101,12 @@ class GatheredAttention:
 
     def __init__(self, step: Step, k_cache: Tensor) -> None:
         _, _, page_size, kv_heads, head_dim = k_cache.shape
-        self._written, self._slots = _written(step)
+        super().__init__(step)
         groups = _decode_groups if step.decodes else _chunk_groups
         self._groups = list(groups(step, step.host, page_size, _group_tokens(k_cache)))
         # One scratch for all layers: memory that is new on every layer costs more than the copy.
         most = max(len(group.context) for group in self._groups)
         self._k, self._v = k_cache.new_empty((2, most, kv_heads, head_dim))
-
-    def write(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
-        if self._written is not None:
-            k, v = k.index_select(0, self._written), v.index_select(0, self._written)
-        k_pages.flatten(0, 1).index_copy_(0, self._slots, k)
-        v_pages.flatten(0, 1).index_copy_(0, self._slots, v)
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         k_pool, v_pool = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
