@@ -43,6 +43,7 @@ Phase = Literal["prefill", "decode", "score"]
 
 OPTIONAL_PHASES: Mapping[str, Phase] = MappingProxyType({"prompt_logits": "score"})
 """Phases that a contract need not have, by the capability that says that it has one."""
+
 DETERMINISTIC = "deterministic"
 """The capability of a contract that honours ``RuntimeConfig.deterministic``."""
 

@@ -57,6 +57,11 @@ class TestWhatIsSound:
         options = ConformanceOptions(dtype=dtype, page_size=page_size)
         assert names(Session(contract, qwen3_case(contract), options), "skipped") == NOT_MADE[dtype]
 
+    def test_deterministic_mode_passes_and_is_held_to_the_reference(self) -> None:
+        contract = get_contract("qwen3", "moe")
+        session = Session(contract, qwen3_case(contract), ConformanceOptions(deterministic=True))
+        assert names(session, "skipped") == {"pad-vocabulary"}
+
     def test_a_model_directory_passes(self, tmp_path: Path) -> None:
         model = write_checkpoint(tmp_path / "tiny", published_config("tiny", "float32"))
         contract = copied()

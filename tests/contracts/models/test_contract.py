@@ -44,7 +44,7 @@ from tidemill_contracts.models.registry import (
 )
 from tidemill_contracts.models.requirements import ServingRequirements
 
-DENSE_FINGERPRINT = "71ad72442996aaf6c970abb591009b82291cdfc0a8103db86dbc40edd1febae8"
+DENSE_FINGERPRINT = "fc535f85dcc936908dcd2a5479a2787b3eb7817f82ab84de5ae197890fd1d977"
 
 
 def model_config(**changes: Any) -> ModelConfig:

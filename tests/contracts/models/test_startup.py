@@ -26,6 +26,7 @@ from tests.contracts.models.toy import (
 from tidemill_contracts.models.args import TensorArgSpec
 from tidemill_contracts.models.config import ModelConfig
 from tidemill_contracts.models.contract import (
+    DETERMINISTIC,
     KernelSpec,
     KVCache,
     ModelContract,
@@ -238,6 +239,16 @@ def test_compile_arguments_that_do_not_fit_are_refused_before_compilation(
         start(broken)
     assert "decode" not in recorder.compiled
     assert recorder.opened == 0
+
+
+def test_a_deterministic_run_needs_a_contract_that_can_give_it() -> None:
+    contract = toy_contract()
+    run = replace(RUNTIME, deterministic=True)
+    (problem,) = ServingRequirements().of_run(run).problems(contract)
+    assert "expected also deterministic" in str(problem)
+    able = replace(contract, capabilities=contract.capabilities | {DETERMINISTIC})
+    assert not list(ServingRequirements().of_run(run).problems(able))
+    assert not list(ServingRequirements().of_run(RUNTIME).problems(contract))
 
 
 def test_optional_capabilities_are_found_where_they_are() -> None:

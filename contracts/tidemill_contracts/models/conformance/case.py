@@ -74,6 +74,7 @@ class ConformanceOptions:
     """float32 where the contract accepts it, else bfloat16."""
     page_size: int | None = None
     """The only one that the contract's limits allow, else 16."""
+    deterministic: bool = False
 
 
 def plan_run(
@@ -91,6 +92,7 @@ def plan_run(
         max_step_tokens=0,
         page_size=0,
         total_kv_pages=0,
+        deterministic=options.deterministic,
     )
     runtime = with_page_size(contract, runtime, page_size)
     if options.dtype is None and _refuses_dtype(contract, case.config, runtime):

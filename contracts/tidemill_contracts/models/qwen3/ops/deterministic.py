@@ -28,8 +28,9 @@ matter. MKL's AVX2 kernels end a tile of 32 in other code, one of 16 not."""
 BLOCK = 64
 """Places of the context that are attended at once."""
 
-GROUP_ROWS = 32
-"""Rows of a decode step whose K and V are gathered together; bounds the scratch memory."""
+GROUP_ROWS = 8
+"""Rows of a decode step whose K and V are gathered together: a block of theirs stays in the cache
+of a core."""
 
 VECTOR, SERIAL = 64, 16_384
 """Elements: torch's CPU kernels compute what is left over of a multiple of `VECTOR` with scalar
@@ -140,6 +141,10 @@ class BlockAttention(PagedWrites):
         _, _, page_size, self._kv_heads, self._head_dim = k_cache.shape
         groups = _decode_groups if step.decodes else _chunk_groups
         self._groups = list(groups(step, page_size, self._kv_heads))
+        # One scratch for all layers: memory that is new on every layer costs more than the copy.
+        most = max(len(block.slots) for group in self._groups for block in group.blocks)
+        self._found = k_cache.new_empty((most, self._kv_heads, self._head_dim))
+        self._wide = self._found.new_empty(self._found.shape, dtype=torch.float32)
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         k_pool, v_pool = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
@@ -177,11 +182,13 @@ class BlockAttention(PagedWrites):
         return total / mass
 
     def _gathered(self, pool: Tensor, block: _Block, heads_apart: bool) -> Tensor:
-        """float32: [KVH, 1, BLOCK, D] where heads are apart, else [1, lines, BLOCK, D]."""
-        found = pool.index_select(0, block.slots)
-        found = found.view(-1, BLOCK, self._kv_heads, self._head_dim).transpose(1, 2)
-        found = found.float().contiguous()
-        return found.transpose(0, 1) if heads_apart else found.flatten(0, 1)[None]
+        """float32: [KVH, 1, BLOCK, D] where heads are apart, else [1, lines, BLOCK, D]; valid until
+        the next call."""
+        places = len(block.slots)
+        found = torch.index_select(pool, 0, block.slots, out=self._found[:places])
+        by_head = found.view(-1, BLOCK, self._kv_heads, self._head_dim).transpose(1, 2)
+        wide = self._wide[:places].view(by_head.shape).copy_(by_head)
+        return wide.transpose(0, 1) if heads_apart else wide.flatten(0, 1)[None]
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:
