@@ -33,6 +33,7 @@ BOUNDARY = {
     "config",
     "contract",
     "errors",
+    "fingerprint",
     "hub",
     "registry",
     "requirements",
