@@ -12,8 +12,10 @@ contract does not fit) live with that part and derive from `TidemillError`.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 
 class ErrorCode(StrEnum):
@@ -53,6 +55,8 @@ class ErrorCode(StrEnum):
     # The system is at fault: trying again may help.
     ENGINE_ERROR = "engine_error"
     """The forward pass raised."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """The worker has not even the memory to compute this job alone, one token at a time."""
     RESULT_NOT_ENCODABLE = "result_not_encodable"
     """A result was computed but cannot be written."""
     PAYLOAD_LOST = "payload_lost"
@@ -65,7 +69,17 @@ class ErrorCode(StrEnum):
     """A fault of the worker; its log has the traceback."""
 
 
-RETRYABLE = frozenset({ErrorCode.ENGINE_ERROR, ErrorCode.PAYLOAD_LOST, ErrorCode.INTERNAL})
+RETRYABLE = frozenset(
+    {
+        ErrorCode.ENGINE_ERROR,
+        ErrorCode.OUT_OF_MEMORY,
+        ErrorCode.PAYLOAD_LOST,
+        ErrorCode.INTERNAL,
+    }
+)
+
+MAX_REPRO_BYTES = 16 * 1024
+"""Largest `JobError.repro`, as JSON."""
 
 
 class JobError(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +90,10 @@ class JobError(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     retryable: bool = False
     """Whether the same job may succeed when it is sent again."""
+    repro: dict[str, Any] | UnsetType = UNSET
+    """Where a step of the model failed for this job alone: a row for `tidemill batch` that does
+    the same again, seed included. Its `metadata` says in which step; at most `MAX_REPRO_BYTES` as
+    JSON, and what did not fit is named there under ``left_out``."""
 
     @classmethod
     def of(cls, code: ErrorCode, message: str) -> JobError:

@@ -19,6 +19,7 @@ MAX_PROMPT_TOKENS = 1_048_576
 MAX_MESSAGES = 4_096
 MAX_TOKEN_ID = 2**31 - 1
 MAX_OUTPUTS = 64
+MAX_TENANT_CHARACTERS = 128
 MAX_LOGPROBS = 128
 MAX_PROMPT_LOGPROBS = 262_144
 """Log probabilities of prompt tokens in one result: up to some 9 MB of it."""
@@ -267,10 +268,12 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sampling: SamplingParams = SamplingParams()
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Each step up counts as a minute of having waited already."""
+    tenant: Annotated[str, Meta(max_length=MAX_TENANT_CHARACTERS)] = ""
+    """Whose job it is: a worker serves tenants evenly, by tokens, however many jobs each has."""
     deadline: Annotated[float, Meta(ge=0, le=1e11)] | None = None
     """When the answer stops being useful, in seconds since the Unix epoch."""
     cache_salt: Annotated[str, Meta(max_length=128)] = ""
-    """Share cached prefixes only with jobs of the same salt, a tenant's name for instance."""
+    """Share cached prefixes only with jobs of the same salt, the tenant's name for instance."""
     receipt: bool = False
     """Give a receipt with the result: hashes of all that it was made from."""
     metadata: Annotated[

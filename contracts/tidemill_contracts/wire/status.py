@@ -23,6 +23,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     rows_running: int
     rows_waiting: int
     """Claimed, not yet scheduled."""
+    eta_s: float | None = None
+    """Seconds until these rows are done, judged by the latest steps and outputs; ``None`` while
+    there have been too few."""
     steps: int
     row_steps: int
     """Rows summed over steps: ``row_steps / (steps · max_rows)`` is the batch occupancy."""

@@ -107,6 +107,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"prompt": "x", "id": "x" * 129}, "`$.id`"),
     ({"prompt": "x", "id": "žluť"}, "`$.id`"),
     ({"prompt": "x", "priority": 101}, "`$.priority`"),
+    ({"prompt": "x", "tenant": "t" * 129}, "`$.tenant`"),
+    ({"prompt": "x", "tenant": None}, "`$.tenant`"),
     ({"prompt": "x", "deadline": NAN}, "`$.deadline`"),
     ({"prompt": "x", "deadline": -1.0}, "`$.deadline`"),
     ({"prompt": "x", "metadata": {"k": 1}}, "`$.metadata[...]`"),
@@ -198,6 +200,7 @@ jobs = st.builds(
         | st.just(StructuredOutput(json_object=True)),
     ),
     priority=st.integers(-100, 100),
+    tenant=st.text("ab ž", max_size=128),
     deadline=st.none() | st.floats(0, 1e11),
     metadata=st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=64),
