@@ -37,7 +37,7 @@ def test_defaults_are_the_same_everywhere() -> None:
 def test_flags_and_environment_say_the_same() -> None:
     flags = _parse(
         ["--model", "m", "--redis", "redis://h:1/2", "--max-rows", "7", "--kv-pages", "9",
-         "--dtype", "float32", "--max-wait-ms", "2.5", "--burst"]
+         "--dtype", "float32", "--max-wait-ms", "2.5", "--target-tpot-ms", "80", "--burst"]
     )  # fmt: skip
     environment = {
         "TIDEMILL_MODEL": "m",
@@ -46,11 +46,13 @@ def test_flags_and_environment_say_the_same() -> None:
         "TIDEMILL_KV_PAGES": "9",
         "TIDEMILL_DTYPE": "float32",
         "TIDEMILL_MAX_WAIT_MS": "2.5",
+        "TIDEMILL_TARGET_TPOT_MS": "80",
         "TIDEMILL_BURST": "true",
         "UNRELATED": "x",
     }
     assert flags == config_from_env(environment) == _parse([], environment)
     assert (flags.max_rows, flags.kv_pages, flags.burst) == (7, 9, True)
+    assert flags.target_tpot_ms == 80.0
     off = {"TIDEMILL_PREFIX_CACHING": "false"}
     assert _parse(["--no-prefix-caching"]) == config_from_env(off) == _parse([], off)
     assert not config_from_env(off).prefix_caching
@@ -67,6 +69,7 @@ def test_flags_win_over_the_environment() -> None:
         ({"kv_pages": -1}, "kv_pages"),
         ({"dtype": "float16"}, "dtype"),
         ({"lease_ms": 10}, "lease_ms"),
+        ({"target_tpot_ms": 0}, "target_tpot_ms"),
         ({"max_rows": "many"}, "max_rows"),
         ({"maximum_rows": 1}, "maximum_rows"),
     ],

@@ -63,6 +63,7 @@ class Batcher:
             max_step_tokens=config.max_step_tokens,
             max_model_len=runner.runtime.max_seq_len,
             prefix_caching=config.prefix_caching,
+            target_tpot_s=None if config.target_tpot_ms is None else config.target_tpot_ms / 1000,
         )
         self._engine = Engine(
             runner,
@@ -103,6 +104,11 @@ class Batcher:
     @property
     def rows_waiting(self) -> int:
         return max(0, len(self._waiting) - self.rows_running)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until every row is done, if none comes; ``None`` while that is not known."""
+        return self._engine.eta_s
 
     async def generate(
         self, job: GenerationJob, job_id: str, enqueued_at: float

@@ -66,6 +66,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_step_tokens: Annotated[int, Meta(ge=1, description="Most tokens computed in one step.")] = (
         2048
     )
+    target_tpot_ms: Annotated[
+        Annotated[float, Meta(gt=0, le=600_000)] | None,
+        Meta(
+            description="Longest step while rows decode: prompts wait for it; no limit by default."
+        ),
+    ] = None
     max_wait_ms: Annotated[
         float,
         Meta(ge=0, le=60_000, description="How long an idle engine waits for a batch to gather."),

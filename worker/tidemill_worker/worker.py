@@ -456,6 +456,7 @@ class TidemillWorker(Worker):
             max_rows=self.config.max_rows,
             rows_running=batcher.rows_running,
             rows_waiting=batcher.rows_waiting,
+            eta_s=batcher.eta_s,
             steps=stats.steps,
             row_steps=stats.row_steps,
             prompt_tokens=stats.prompt_tokens,

@@ -7,6 +7,7 @@ was never written answers wrongly.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -49,6 +50,16 @@ def tops(row: Row) -> list[list[int]]:
     return [list(entry.top) for entry in row.prompt_logprobs]
 
 
+class Clock:
+    """Time that passes when it is told to, in seconds."""
+
+    def __init__(self, now: float = 1_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class FakeRunner:
     """Keeps token ids in slots; checks the budgets that a plan must keep to."""
 
@@ -62,6 +73,8 @@ class FakeRunner:
         """Every row and place that `score` has told of."""
         self.raise_for: Callable[[Row], bool] = lambda row: False
         self.nan_for: Callable[[Row, int], bool] = lambda row, place: False
+        self.on_call: Callable[[int, int], None] = lambda rows, tokens: None
+        """Called with the size of each call before it is computed; may raise."""
 
     def _slots(self, row: Row, tables: BlockTables, start: int, end: int) -> np.ndarray:
         positions = np.arange(start, end)
@@ -85,19 +98,24 @@ class FakeRunner:
 
     def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
         assert len(rows) <= self.max_rows
+        self.on_call(len(rows), len(rows))
         if any(self.raise_for(row) for row in rows):
             raise RuntimeError("planted fault")
         return torch.cat([self._compute(row, tables, 1) for row in rows])
 
     def prefill(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
-        assert sum(chunk.length for chunk in chunks) <= self.max_step_tokens
+        tokens = sum(chunk.length for chunk in chunks)
+        assert tokens <= self.max_step_tokens
+        self.on_call(len(chunks), tokens)
         assert not any(chunk.told for chunk in chunks)
         if any(self.raise_for(chunk.row) for chunk in chunks):
             raise RuntimeError("planted fault")
         return torch.cat([self._compute(c.row, tables, c.length) for c in chunks])
 
     def score(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
-        assert sum(chunk.length for chunk in chunks) <= self.max_step_tokens
+        tokens = sum(chunk.length for chunk in chunks)
+        assert tokens <= self.max_step_tokens
+        self.on_call(len(chunks), tokens)
         assert all(chunk.told for chunk in chunks)
         told = [(chunk.row, place) for chunk in chunks for place in chunk.told]
         assert len(told) <= self.max_logit_rows
@@ -111,21 +129,48 @@ class Bench:
     """An engine over the fake model, stepped by hand."""
 
     def __init__(
-        self, *, pages: int = 64, page_size: int = 4, max_rows: int = 4, max_step_tokens: int = 16
+        self,
+        *,
+        pages: int = 64,
+        page_size: int = 4,
+        max_rows: int = 4,
+        max_step_tokens: int = 16,
+        target_tpot_s: float | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.pool = PagePool(pages, page_size)
         self.scheduler = Scheduler(
-            self.pool, max_rows=max_rows, max_step_tokens=max_step_tokens, max_model_len=256
+            self.pool,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            max_model_len=256,
+            target_tpot_s=target_tpot_s,
         )
         self.runner = FakeRunner(self.pool, max_rows, self.scheduler.max_step_tokens)
         self.delivered: list[Row] = []
         self.engine = Engine(
-            self.runner, self.scheduler, self.delivered.extend, check_integrity=True
+            self.runner,
+            self.scheduler,
+            self.delivered.extend,
+            check_integrity=True,
+            clock=clock or time.time,
+            timer=clock or time.perf_counter,
         )
 
     def add(self, row: Row) -> Row:
         self.scheduler.add(row)
         return row
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    def cancel(self, *rows: Row) -> None:
+        """As `Engine.abort` does at a step border."""
+        for row in rows:
+            self.engine.abort(row)
+        if self.scheduler.has_work:
+            self.engine._take_commands()
 
     def run(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):

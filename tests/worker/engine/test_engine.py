@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
@@ -13,6 +14,7 @@ from tests.worker.engine.conftest import Bench, expected_tokens, expected_tops, 
 from tidemill_contracts.models.errors import KVCacheLost
 from tidemill_contracts.wire import ErrorCode, JobError
 from tidemill_worker.engine.engine import Engine
+from tidemill_worker.engine.line import MAX_PREEMPTIONS
 from tidemill_worker.engine.row import Row
 
 prompts = st.lists(st.integers(0, 96), min_size=1, max_size=40)
@@ -51,11 +53,25 @@ def test_every_row_ends_once_with_the_tokens_it_has_alone(
     assert bench.pool.free == bench.pool.total
 
 
-def test_a_pool_for_two_rows_and_a_half_finishes_fifty_long_rows() -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pool_for_two_rows_and_a_half_finishes_fifty_long_rows(seed: int) -> None:
+    rng = random.Random(seed)
     bench = Bench(pages=25, page_size=4, max_rows=8, max_step_tokens=16)
-    rows = [bench.add(make_row([i, i + 1, i + 2], 37, name=str(i))) for i in range(50)]
+    rows = [
+        bench.add(
+            make_row(
+                [i, i + 1, i + 2],
+                37,
+                name=str(i),
+                priority=rng.randint(-3, 3),
+                tenant=rng.choice("abc"),
+            )
+        )
+        for i in range(50)
+    ]
     bench.run()
-    assert sum(row.preemptions for row in rows) > 0, "this pool must preempt"
+    # Without a bound the unluckiest row is preempted up to six times here.
+    assert max(row.preemptions for row in rows) == MAX_PREEMPTIONS
     for row in rows:
         assert list(row.output_token_ids) == expected_tokens(row.token_ids[:3], 37)
 
@@ -169,27 +185,6 @@ def test_a_token_of_the_end_set_stops_the_row_and_is_kept() -> None:
     bench.run()
     assert row.finish_reason == "stop"
     assert list(row.output_token_ids) == output[: output.index(output[4]) + 1]
-
-
-def test_a_deadline_while_running_gives_what_there_is() -> None:
-    bench = Bench()
-    row = bench.add(make_row([1, 2], 50))
-    for _ in range(4):
-        bench.engine.step()
-    row.deadline = time.time() - 1
-    bench.run()
-    assert row.finish_reason == "deadline"
-    assert list(row.output_token_ids) == expected_tokens([1, 2], 4)
-
-
-def test_a_deadline_while_waiting_is_expired_and_never_computed() -> None:
-    bench = Bench(max_rows=1)
-    bench.add(make_row([1], 3))
-    row = bench.add(make_row([2], 3, deadline=time.time() - 1))
-    bench.run()
-    assert row.error is not None
-    assert row.error.code == ErrorCode.EXPIRED
-    assert row.scheduled_at == 0
 
 
 class _Threaded:

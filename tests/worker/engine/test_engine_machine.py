@@ -2,7 +2,8 @@
 
 The fake model here keeps, for each slot of its KV cache, the token, the salt of the row that
 wrote it, whether a fault spoilt it, and which life of the backend wrote it. So a row that reads
-anything which is not its own, or not sound, is found out at once.
+anything which is not its own, or not sound, is found out at once. Its calls take time by a clock
+of the test, and raise where they are larger than the memory that there is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from tests.worker.engine.conftest import (
     VOCAB,
+    Clock,
     expected_tokens,
     expected_tops,
     make_row,
@@ -35,8 +37,10 @@ from tests.worker.engine.conftest import (
     tops,
 )
 from tidemill_contracts.models.errors import KVCacheLost
-from tidemill_contracts.wire import ErrorCode, JobError
+from tidemill_contracts.wire import ErrorCode
+from tidemill_worker.engine.budget import MIN_PREFILL_TOKENS, Budget
 from tidemill_worker.engine.engine import Engine
+from tidemill_worker.engine.line import MAX_PREEMPTIONS
 from tidemill_worker.engine.pages import UNUSED, BlockTables, PagePool
 from tidemill_worker.engine.prefix_cache import PrefixCache
 from tidemill_worker.engine.row import Row
@@ -47,20 +51,29 @@ MAX_LEN = 72
 MAX_LOSSES = 3
 """As often as the engine computes a row anew: more would fail rows for want of luck."""
 STEMS = [[stem + 1] * 5 + list(range(stem, stem + 27)) for stem in range(3)]
+AMPLE = 10_000
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    MemoryError("Unable to allocate 2 GiB"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+]
 HASHES: list[Callable[[object], int]] = [hash, hash, lambda _: 7, lambda page: hash(page) % 5]
 
 
 class StrictRunner:
     """A fake model that knows who wrote what; its rows' faults are planted by position."""
 
-    def __init__(self, scheduler: Scheduler, max_logit_rows: int) -> None:
+    def __init__(self, scheduler: Scheduler, max_logit_rows: int, clock: Clock) -> None:
         slots = scheduler.pool.total * scheduler.pool.page_size
         self.scheduler = scheduler
+        self.clock = clock
+        self.memory = self.least_memory = AMPLE
+        """Tokens of the largest call that is possible."""
         self.max_logit_rows = max_logit_rows
         self.told: Counter[tuple[Row, int]] = Counter()
         """How often `score` has told of a place of a row."""
         self.tokens = np.full(slots, -1, np.int64)
-        self.salts = np.full(slots, "", object)
+        self.salts = np.full(slots, -1, np.int64)
         self.spoilt = np.zeros(slots, np.bool_)
         self.life = np.zeros(slots, np.int64)
         self.losses = 0
@@ -69,22 +82,38 @@ class StrictRunner:
 
     def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
         assert len(rows) <= self.scheduler.max_rows
-        return torch.cat([self._compute(row, tables, 1) for row in rows])
+        self._begin(len(rows), len(rows))
+        return self._logits(self._compute(row, tables, 1) for row in rows)
 
     def prefill(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
         assert not any(chunk.told for chunk in chunks)
-        return torch.cat([self._compute(c.row, tables, c.length) for c in chunks])
+        self._begin(len(chunks), sum(chunk.length for chunk in chunks))
+        return self._logits(self._compute(c.row, tables, c.length) for c in chunks)
 
     def score(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
         told = [(chunk.row, place) for chunk in chunks for place in chunk.told]
         assert 0 < len(told) <= self.max_logit_rows
-        logits = torch.cat([self._compute(c.row, tables, c.length, c.told) for c in chunks])
+        self._begin(len(chunks), sum(chunk.length for chunk in chunks))
+        logits = self._logits(self._compute(c.row, tables, c.length, c.told) for c in chunks)
         self.told.update(told)
         return logits
 
+    def _logits(self, rows: Iterable[list[int | None]]) -> Tensor:
+        """``[places, vocabulary]``, where a place without a token is not a number."""
+        tokens = [token for row in rows for token in row]
+        logits = np.zeros((len(tokens), VOCAB), np.float32)
+        for line, token in enumerate(tokens):
+            logits[line, token or 0] = np.nan if token is None else 1.0
+        return torch.from_numpy(logits)
+
+    def _begin(self, rows: int, tokens: int) -> None:
+        if tokens > self.memory:
+            raise OUT_OF_MEMORY[tokens % len(OUT_OF_MEMORY)]
+        self.clock.now += 0.001 * rows + 0.0005 * tokens + 0.004
+
     def _compute(
         self, row: Row, tables: BlockTables, length: int, places: Iterable[int] = ()
-    ) -> Tensor:
+    ) -> list[int | None]:
         start, end = row.computed, row.computed + length
         size = self.scheduler.pool.page_size
         pages = tables.array[row.table_index, : -(-end // size)].astype(np.int64)
@@ -96,17 +125,18 @@ class StrictRunner:
         if end > self.raises_at.get(row, MAX_LEN):
             raise RuntimeError("planted fault")
         self.tokens[new] = row.token_ids[start:end]
-        self.salts[new] = row.cache_salt
+        salt = len(row.cache_salt)
+        self.salts[new] = salt
         self.life[new] = self.losses
         self.spoilt[new] = np.arange(start, end) >= self.spoils_at.get(row, MAX_LEN)
-        assert (self.salts[slots] == row.cache_salt).all(), "a page crossed salts"
+        assert (self.salts[slots] == salt).all(), "a page crossed salts"
         assert self.tokens[slots].tolist() == row.token_ids[:end], "a page of something else"
-        places = list(places) or [end - 1]
-        logits = torch.zeros(len(places), VOCAB)
-        for line, place in enumerate(places):
-            spoilt = self.spoilt[slots[: place + 1]].any()
-            logits[line, next_token(row.token_ids[: place + 1])] = torch.nan if spoilt else 1.0
-        return logits
+        return [
+            None
+            if self.spoilt[slots[: place + 1]].any()
+            else next_token(row.token_ids[: place + 1])
+            for place in list(places) or [end - 1]
+        ]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -117,6 +147,9 @@ class EngineMachine(RuleBasedStateMachine):
     preempted = 0
     resumed = 0
     """Steps after which a row waited that had told of a part of its prompt."""
+    pinned = 0
+    starved = 0
+    limited = 0
 
     @initialize(
         pages=st.integers(18, 40),
@@ -125,6 +158,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_logit_rows=st.integers(1, 12),
         prefix_caching=st.sampled_from([True, True, True, False]),
         page_hash=st.sampled_from(HASHES),
+        target_tpot_s=st.sampled_from([None, 0.002, 0.012, 0.03]),
     )
     def start(
         self,
@@ -134,6 +168,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_logit_rows: int,
         prefix_caching: bool,
         page_hash: Callable[[object], int],
+        target_tpot_s: float | None,
     ) -> None:
         self.pool = PagePool(pages, 4)
         self.scheduler = Scheduler(
@@ -142,21 +177,50 @@ class EngineMachine(RuleBasedStateMachine):
             max_step_tokens=max_step_tokens,
             max_model_len=MAX_LEN,
             prefix_caching=prefix_caching,
+            target_tpot_s=target_tpot_s,
         )
         if prefix_caching:
             self.scheduler.cache = PrefixCache(self.pool, page_hash=page_hash)
-        self.runner = StrictRunner(self.scheduler, max_logit_rows)
+        self.clock = Clock()
+        self.target_tpot_s = target_tpot_s
+        self.runner = StrictRunner(self.scheduler, max_logit_rows, self.clock)
         self.delivered: list[Row] = []
-        self.engine = Engine(self.runner, self.scheduler, self.delivered.extend)
+        self.engine = Engine(
+            self.runner,
+            self.scheduler,
+            self.delivered.extend,
+            clock=self.clock,
+            timer=self.clock,
+        )
         self.rows: list[Row] = []
         self.plan: StepPlan | None = None
-        plan = self.scheduler.plan
+        self.decode_rows = 0
+        plan, evict = self.scheduler.plan, self.pool.evict
+        limit = self.scheduler._prefill_share.limit
 
         def remember() -> StepPlan:
+            cost = self.scheduler.step_time.cost
             self.plan = plan()
+            if target_tpot_s is not None and cost is not None and self.decode_rows:
+                prefill = self.plan.tokens - self.decode_rows
+                seconds = cost.seconds(self.plan.rows, self.plan.tokens)
+                assert prefill <= MIN_PREFILL_TOKENS or seconds <= target_tpot_s + 1e-9
+                EngineMachine.limited += 1
             return self.plan
 
+        def remember_rows(budget: Budget, decode_rows: int) -> None:
+            self.decode_rows = decode_rows
+            limit(budget, decode_rows)
+
+        def check_eviction(page: int) -> None:
+            unpinned = self.pool.cached - len(self.pool._cached_pinned)
+            assert not (unpinned and page in self.pool.pinned), "a pinned page goes first"
+            EngineMachine.pinned += len(self.pool._cached_pinned)
+            evict(page)
+
         self.scheduler.plan = remember  # type: ignore[method-assign]
+        self.scheduler._prefill_share.limit = remember_rows  # type: ignore[method-assign]
+        self.pool.evict = check_eviction
 
     @rule(
         count=st.integers(1, 8),
@@ -165,8 +229,10 @@ class EngineMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
         max_tokens=st.integers(1, 32),
         salt=st.sampled_from(["", "", "", "tenant"]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         prompt_logprobs=st.sampled_from([None, None, 1]),
+        patience_s=st.sampled_from([None, None, None, None, None, 0.05, 0.5]),
         fault=st.sampled_from(["", "", "", "", "", "raises", "spoils"]),
         fault_at=st.integers(0, 40),
     )
@@ -178,8 +244,10 @@ class EngineMachine(RuleBasedStateMachine):
         tail: list[int],
         max_tokens: int,
         salt: str,
+        tenant: str,
         priority: int,
         prompt_logprobs: int | None,
+        patience_s: float | None,
         fault: str,
         fault_at: int,
     ) -> None:
@@ -190,8 +258,11 @@ class EngineMachine(RuleBasedStateMachine):
                 prompt,
                 max_tokens,
                 name=str(len(self.rows)),
+                tenant=tenant,
                 priority=priority,
+                deadline=None if patience_s is None else self.clock.now + patience_s,
                 cache_salt=salt,
+                enqueued_at=self.clock.now,
                 prompt_logprobs=prompt_logprobs,
             )
             self.rows.append(row)
@@ -212,12 +283,18 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 1_000))
     def cancel(self, choice: int) -> None:
         row = self._pick(choice)
-        self.engine._fail([row], JobError.of(ErrorCode.CANCELLED, "The job was cancelled"))
+        self.engine.abort(row)
+        self.engine._take_commands()
+        assert row.ended
 
-    @precondition(lambda self: self.scheduler.has_work)
-    @rule(choice=st.integers(0, 1_000))
-    def expire(self, choice: int) -> None:
-        self._pick(choice).deadline = 1.0
+    @rule(seconds=st.sampled_from([0.01, 0.1, 100.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(tokens=st.sampled_from([0, 1, 2, 7, AMPLE, AMPLE]))
+    def change_memory(self, tokens: int) -> None:
+        self.runner.memory = tokens
+        self.runner.least_memory = min(self.runner.least_memory, tokens)
 
     @precondition(lambda self: self.runner.losses < MAX_LOSSES)
     @rule()
@@ -228,6 +305,10 @@ class EngineMachine(RuleBasedStateMachine):
     def is_sound(self) -> None:
         if hasattr(self, "engine"):
             self._check()
+            line = self.scheduler.line
+            assert (line.first() is None) == (len(line) == 0)
+            assert line.tokens == sum(row.known for row in line)
+            assert (self.scheduler.eta_s() or 0.0) >= 0.0
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -241,8 +322,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert sorted(row.id for row in self.delivered) == sorted(row.id for row in self.rows)
         for row in self.rows:
             self._check_outcome(row)
+        assert not len(self.scheduler.fair)
+        assert not self.scheduler.cache._progress
+        assert self.scheduler.line.tokens == self.scheduler.line.room == 0
         EngineMachine.reused += self.scheduler.cached_tokens
         EngineMachine.preempted += sum(row.preemptions - row.restarts for row in self.rows)
+        EngineMachine.starved += sum(
+            row.error is not None and row.error.code == ErrorCode.OUT_OF_MEMORY for row in self.rows
+        )
 
     def _pick(self, choice: int) -> Row:
         rows = list(self.scheduler.rows())
@@ -270,12 +357,16 @@ class EngineMachine(RuleBasedStateMachine):
         for row in self.scheduler.running:
             expected[row.table_index, : len(row.pages)] = row.pages
         assert (tables.array == expected).all(), "block tables and pages disagree"
+        cache, line = self.scheduler.cache, self.scheduler.line
+        if cache._enabled:
+            assert cache._expected_by.keys() | cache._unseen.keys() == line._rows.keys()
 
     def _check_outcome(self, row: Row) -> None:
         prompt = row.token_ids[: row.prompt_len]
         output = list(row.output_token_ids)
         assert output == expected_tokens(prompt, len(output))
         self._check_told(row, prompt)
+        assert row.preemptions - row.restarts <= MAX_PREEMPTIONS
         assert row.restarts <= self.runner.losses, "a lost page was used after the loss was known"
         if row.error is None:
             assert row.finish_reason == ("length" if row.known == row.max_len else "deadline")
@@ -283,6 +374,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert row in self.runner.raises_at, row.error.message
         elif row.error.code == ErrorCode.NONFINITE_LOGITS:
             assert row in self.runner.spoils_at, "a spoilt page reached another row"
+        elif row.error.code == ErrorCode.OUT_OF_MEMORY:
+            assert self.runner.least_memory == 0, "memory for one token was enough"
         else:
             assert row.error.code in (ErrorCode.CANCELLED, ErrorCode.EXPIRED)
 
@@ -324,3 +417,6 @@ def test_whatever_happens_every_invariant_holds_after_every_step() -> None:
     assert EngineMachine.reused > 0
     assert EngineMachine.preempted > 0
     assert EngineMachine.resumed > 0
+    assert EngineMachine.pinned > 0
+    assert EngineMachine.starved > 0
+    assert EngineMachine.limited > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.worker.engine.conftest import Bench, expected_tokens, make_row
 from tidemill_contracts.wire import ErrorCode, JobError
 from tidemill_worker.engine.pages import PagePool
+from tidemill_worker.engine.prefix_cache import PINS_PER_PAGE
 from tidemill_worker.engine.row import Row
 from tidemill_worker.engine.scheduler import Scheduler
 
@@ -107,6 +108,71 @@ def test_a_cancelled_row_leaves_its_sound_pages_to_others() -> None:
     later = bench.add(make_row([*STEM, 5]))
     bench.run()
     assert later.cached == 16
+
+
+def test_a_stem_outlives_other_rows_while_rows_that_begin_with_it_wait() -> None:
+    # One row at a time; between two rows of the file, others fill the pool several times over.
+    computed = {}
+    for pinning in (True, False):
+        bench = Bench(pages=16, max_rows=1, max_step_tokens=64)
+        if not pinning:
+            bench.scheduler.cache.look_ahead = lambda: None  # type: ignore[method-assign]
+        stem_rows = []
+        for n in range(6):
+            stem_rows.append(bench.add(make_row([*STEM, n], 4, name=f"stem{n}")))
+            for other in range(3):
+                bench.add(make_row([n * 3 + other] * 20, 4, name=f"other{n}.{other}"))
+        bench.run()
+        for row in bench.delivered:
+            prompt = row.token_ids[: row.prompt_len]
+            assert list(row.output_token_ids) == expected_tokens(prompt, 4)
+        computed[pinning] = sum(row.prompt_len - row.cached for row in stem_rows)
+        assert not bench.pool.pinned
+    assert computed == {True: 17 + 5, False: 17 * 6}
+
+
+def test_pins_never_keep_a_row_from_starting() -> None:
+    bench = Bench(pages=17, max_rows=2, max_step_tokens=64)
+    stems = [[n] * 16 for n in range(4)]
+    for stem in stems:
+        bench.add(make_row([*stem, 1], 1))
+        bench.run()
+    assert bench.pool.cached == 16
+    largest = bench.add(make_row([90] * 60, 5, priority=1))
+    waiting = [bench.add(make_row([*stem, 2], 1)) for stem in stems]
+    bench.step()
+    assert len(bench.pool.pinned) < 16
+    assert largest in bench.scheduler.running
+    bench.run()
+    assert all(row.finish_reason == "length" for row in (largest, *waiting))
+
+
+def test_a_cancelled_row_pins_nothing_any_more() -> None:
+    bench = Bench(pages=32, max_rows=1, max_step_tokens=64)
+    bench.add(make_row([*STEM, 1], 2))
+    bench.run()
+    bench.add(make_row([5] * 9, 40))
+    waiting = [bench.add(make_row([*STEM, n], 2)) for n in range(2)]
+    bench.step()
+    assert len(bench.pool.pinned) == 4
+    bench.cancel(waiting[0])
+    assert len(bench.pool.pinned) == 4
+    bench.cancel(waiting[1])
+    assert not bench.pool.pinned
+    bench.run()
+
+
+def test_a_long_line_is_looked_at_bit_by_bit() -> None:
+    bench = Bench(pages=16, max_rows=1, max_step_tokens=64)
+    for n in range(200):
+        bench.add(make_row([*STEM, n % 90], 1))
+    bench.step()
+    cache = bench.scheduler.cache
+    assert 0 < cache._expected_total <= PINS_PER_PAGE * 16 + 4
+    bench.run()
+    assert bench.engine.stats.prompt_tokens == 17
+    assert cache._expected_total == 0
+    cache.check_integrity()
 
 
 def test_without_prefix_caching_nothing_is_kept_or_waited_for() -> None:

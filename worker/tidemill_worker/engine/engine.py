@@ -10,28 +10,28 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tidemill_contracts.models.contract import Phase
 from tidemill_contracts.models.errors import KVCacheLost
-from tidemill_contracts.wire import ErrorCode, JobError
+from tidemill_contracts.wire import ErrorCode, JobError, TokenLogprobs
 from tidemill_worker.engine import sampler
 from tidemill_worker.engine.logprobs import token_logprobs
+from tidemill_worker.engine.memory import CallLimit, free_memory_of, is_out_of_memory
 from tidemill_worker.engine.pages import BlockTables
-from tidemill_worker.engine.row import Row
+from tidemill_worker.engine.row import FailedStep, Row
 from tidemill_worker.engine.scheduler import Chunk, Scheduler, StepPlan
 
 logger = logging.getLogger("tidemill.engine")
 
 MAX_RESTARTS = 3
 """How often a row is computed anew after its backend lost the KV cache."""
-
-_Part = TypeVar("_Part", Row, Chunk)
 
 
 class Runner(Protocol):
@@ -71,7 +71,8 @@ class Engine:
 
     `deliver` is called from the engine's thread with the rows that ended in a step; `on_crash`
     when the loop itself has failed and nothing will be delivered any more. `initialise` runs
-    first, in the same thread.
+    first, in the same thread. `clock` gives seconds since the Unix epoch, and `timer` what steps
+    are timed with.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class Engine:
         initialise: Callable[[], None] | None = None,
         on_crash: Callable[[Exception], None] | None = None,
         check_integrity: bool = False,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.stats = EngineStats()
@@ -93,6 +96,12 @@ class Engine:
         self._initialise = initialise
         self._on_crash = on_crash
         self._check_integrity = check_integrity
+        self._clock = clock
+        self._timer = timer
+        self._decode_limit = CallLimit()
+        self._prefill_limit = CallLimit()
+        self._troubled = False
+        """Whether a call of the present step has raised: the time it took tells nothing."""
         self._changed = threading.Condition()
         self._incoming: deque[Row] = deque()
         self._aborted: set[Row] = set()
@@ -121,6 +130,11 @@ class Engine:
             self._stopping = True
             self._changed.notify()
         self._thread.join(timeout)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until every row is done, if none comes; ``None`` while that is not known."""
+        return self.scheduler.eta_s()
 
     @property
     def alive(self) -> bool:
@@ -155,7 +169,7 @@ class Engine:
             self.scheduler.add(row)
         if aborted:
             error = JobError.of(ErrorCode.CANCELLED, "The job was cancelled")
-            self._fail([row for row in self.scheduler.rows() if row in aborted], error)
+            self._fail([row for row in aborted if self.scheduler.holds(row)], error)
         return True
 
     def _gather(self) -> None:
@@ -168,153 +182,149 @@ class Engine:
 
     def step(self) -> None:
         """Runs one step and delivers the rows that ended in it."""
-        self._expire(time.time())
+        self._expire()
         plan = self.scheduler.plan()
-        now = time.time()
+        now = self._clock()
         for row in (*plan.decode, *(chunk.row for chunk in plan.prefill)):
             row.scheduled_at = row.scheduled_at or now
+        self._troubled = False
+        started = self._timer()
         with torch.inference_mode():
-            self._run_decode(plan.decode)
+            self._run_decode([Chunk(row, 1) for row in plan.decode])
             self._run_chunks(plan.prefill)
+        if not self._troubled:
+            self.scheduler.step_time.observe(plan.rows, plan.tokens, self._timer() - started)
+            self._decode_limit.ease()
+            self._prefill_limit.ease()
         self._count(plan)
         self._release([row for row in self.scheduler.running if row.ended])
         if self._check_integrity:
             self.scheduler.pool.check_integrity(self.scheduler.running)
 
-    def _run_decode(self, rows: Sequence[Row]) -> None:
-        if not rows:
-            return
-        try:
-            logits = self._runner.decode(rows, self.scheduler.tables)
-        except Exception as error:
-            self._bisect(rows, self._run_decode, error, lambda row: row)
-            return
-        for row in rows:
-            row.computed += 1
-        self._sample(rows, logits)
+    def _run_decode(self, chunks: Sequence[Chunk]) -> None:
+        for part in _parts(chunks, self._decode_limit):
+            self._call("decode", part)
 
     def _run_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Runs chunks to their ends: in one call, unless rows tell of so much of their prompts that
-        the logits would take too much memory at once."""
+        """Runs chunks to their ends, in as few calls as memory lets it."""
         left = {chunk.row: chunk.length for chunk in chunks}
         while left:
-            plain, telling = self._parts(left)
-            self._run_prefill(plain)
-            self._run_score(telling)
-            for part in (*plain, *telling):
-                left[part.row] -= part.length
+            part = self._tellable(left)
+            self._run_prefill(part)
+            for chunk in part:
+                left[chunk.row] -= chunk.length
             # A row may have failed, or lost its K and V and gone back in line.
-            left = {
-                row: length
-                for row, length in left.items()
-                if length and not row.ended and row.table_index >= 0
-            }
+            left = {row: length for row, length in left.items() if length and _runs(row)}
 
-    def _parts(self, left: Mapping[Row, int]) -> tuple[list[Chunk], list[Chunk]]:
-        """As much of what is left as one call of prefill, and one of score, may take."""
+    def _tellable(self, left: Mapping[Row, int]) -> list[Chunk]:
+        """As much of what is left as tells of no more places than one call of score may."""
         room = self._runner.max_logit_rows
-        plain: list[Chunk] = []
-        telling: list[Chunk] = []
+        part: list[Chunk] = []
         for row, length in left.items():
             over = max(0, len(Chunk(row, length).told) - room)
-            if length == over:
-                continue
-            part = Chunk(row, length - over)
-            room -= len(part.told)
-            (telling if part.told else plain).append(part)
-        return plain, telling
+            if length > over:
+                part.append(Chunk(row, length - over))
+                room -= len(part[-1].told)
+        return part
 
     def _run_prefill(self, chunks: Sequence[Chunk]) -> None:
+        for part in _parts(chunks, self._prefill_limit):
+            # What an earlier part was to compute of the same row may have failed.
+            left = [chunk for chunk in part if _runs(chunk.row)]
+            telling = [chunk for chunk in left if chunk.told]
+            self._call("prefill", [chunk for chunk in left if not chunk.told])
+            self._call("score", telling)
+
+    def _call(self, phase: Phase, chunks: Sequence[Chunk]) -> None:
+        """Computes the chunks, tells of their prompts where asked, and samples where that reaches
+        the last known token. Nothing of a row changes before all of that has gone well."""
         if not chunks:
             return
         try:
-            logits = self._runner.prefill(chunks, self.scheduler.tables)
+            told: list[list[TokenLogprobs] | None] = [[] for _ in chunks]
+            if phase == "decode":
+                logits = self._runner.decode([c.row for c in chunks], self.scheduler.tables)
+            elif phase == "prefill":
+                logits = self._runner.prefill(chunks, self.scheduler.tables)
+            else:
+                places = self._runner.score(chunks, self.scheduler.tables)
+                ends = list(accumulate(len(chunk.told) for chunk in chunks))
+                told = [
+                    _tell(chunk, places[end - len(chunk.told) : end])
+                    for chunk, end in zip(chunks, ends, strict=True)
+                ]
+                logits = places[[end - 1 for end in ends]]
+            done = [
+                i
+                for i, chunk in enumerate(chunks)
+                if chunk.row.remaining == chunk.length and told[i] is not None
+            ]
+            if len(done) < len(chunks):
+                logits = logits[done]
+            finite = sampler.finite_rows(logits)
+            if not all(finite):
+                logits = logits[finite]
+            sound = [chunks[i].row for i, good in zip(done, finite, strict=True) if good]
+            sampled = sampler.sample(logits, sound) if sound else []
         except Exception as error:
-            self._bisect(chunks, self._run_prefill, error, lambda chunk: chunk.row)
+            self._troubled = True
+            self._split(phase, chunks, error)
             return
-        self._advance(chunks, logits)
-
-    def _run_score(self, chunks: Sequence[Chunk]) -> None:
-        if not chunks:
-            return
-        try:
-            logits = self._runner.score(chunks, self.scheduler.tables)
-        except Exception as error:
-            self._bisect(chunks, self._run_score, error, lambda chunk: chunk.row)
-            return
-        ends = list(accumulate(len(chunk.told) for chunk in chunks))
-        for chunk, end in zip(chunks, ends, strict=True):
-            self._tell(chunk, logits[end - len(chunk.told) : end])
-        self._advance(chunks, logits[[end - 1 for end in ends]])
-
-    def _tell(self, chunk: Chunk, logits: Tensor) -> None:
-        """Notes the log probabilities of prompt tokens; `logits` are ``[places, vocabulary]`` of
-        those that the chunk tells of."""
-        row, places = chunk.row, chunk.told
-        if not all(sampler.finite_rows(logits)):
-            row.error = _nonfinite(places.stop)
-            return
-        # The last place of a prompt tells of no token of it, but of the first to be sampled.
-        token_ids = row.token_ids[places.start + 1 : places.stop + 1]
-        row.prompt_logprobs += token_logprobs(
-            logits[: len(token_ids)].log_softmax(dim=1),
-            token_ids,
-            row.sampling.prompt_logprobs or 0,
-            row.sampling.logprob_token_ids,
-        )
-
-    def _advance(self, chunks: Sequence[Chunk], logits: Tensor) -> None:
-        """Goes on after chunks have run; `logits` are those of their last tokens."""
-        for chunk in chunks:
+        spoilt = {i for i, good in zip(done, finite, strict=True) if not good}
+        for i, (chunk, entries) in enumerate(zip(chunks, told, strict=True)):
+            if entries is None or i in spoilt:
+                tokens = chunk.row.computed + chunk.length
+                message = f"The model gave NaN or infinite logits after {tokens:,} tokens"
+                self._blame(phase, chunk, ErrorCode.NONFINITE_LOGITS, message)
+            chunk.row.prompt_logprobs += entries or []
             chunk.row.computed += chunk.length
-        # Only a chunk that reaches the last known token has logits worth sampling.
-        done = [
-            i for i, chunk in enumerate(chunks) if chunk.row.remaining == 0 and not chunk.row.ended
-        ]
-        if done:
-            self._sample([chunks[i].row for i in done], logits[done])
+        self._append(sound, sampled)
 
-    def _bisect(
-        self,
-        parts: Sequence[_Part],
-        run: Callable[[Sequence[_Part]], None],
-        error: Exception,
-        row_of: Callable[[_Part], Row],
-    ) -> None:
-        """Runs the halves of a part of a step that raised, until the bad row is alone.
+    def _split(self, phase: Phase, chunks: Sequence[Chunk], error: Exception) -> None:
+        """Runs the halves of a call that raised, until the bad row is alone.
 
         Running a row again is harmless: it writes the same K and V to the same slots.
         """
-        if len(parts) > 1:
-            half = len(parts) // 2
-            run(parts[:half])
-            run(parts[half:])
+        run = self._run_decode if phase == "decode" else self._run_prefill
+        if is_out_of_memory(error):
+            free_memory_of(error)
+            if (tokens := sum(chunk.length for chunk in chunks)) > 1:
+                # No row is at fault, so even a chunk is halved.
+                limit = self._decode_limit if phase == "decode" else self._prefill_limit
+                limit.shrink(tokens)
+                logger.warning(
+                    "out of memory in a %s of %d tokens, at most %d a call from now on: %s",
+                    phase, tokens, limit.tokens, error,
+                )  # fmt: skip
+                run(chunks)
+                return
+        elif len(chunks) > 1:
+            half = len(chunks) // 2
+            run(chunks[:half])
+            run(chunks[half:])
             return
-        row = row_of(parts[0])
+        (chunk,) = chunks
+        row = chunk.row
         if isinstance(error, KVCacheLost) and row.restarts < MAX_RESTARTS:
             # Nothing is wrong with the row: its K and V are gone, its tokens are not.
             row.restarts += 1
             self.scheduler.preempt(row)
             return
         logger.error("row %s fails its step", row.id, exc_info=error)
-        row.error = JobError.of(
-            ErrorCode.ENGINE_ERROR,
-            f"The forward pass failed for this job alone, at {row.computed:,} of {row.known:,}"
-            f" tokens: {type(error).__name__}: {error}",
-        )
+        where = f"at {row.computed:,} of {row.known:,} tokens: {type(error).__name__}: {error}"
+        if is_out_of_memory(error):
+            code, what = ErrorCode.OUT_OF_MEMORY, "There is no memory to compute even one token"
+        else:
+            code, what = ErrorCode.ENGINE_ERROR, "The forward pass failed for this job alone"
+        self._blame(phase, chunk, code, f"{what}, {where}")
 
-    def _sample(self, rows: Sequence[Row], logits: Tensor) -> None:
-        finite = sampler.finite_rows(logits)
-        if not all(finite):
-            good = [i for i, is_finite in enumerate(finite) if is_finite]
-            for i, row in enumerate(rows):
-                if not finite[i]:
-                    row.error = _nonfinite(row.known)
-            rows, logits = [rows[i] for i in good], logits[good]
-            if not rows:
-                return
-        sampled = sampler.sample(logits, rows)
-        now = time.time()
+    def _blame(self, phase: Phase, chunk: Chunk, code: ErrorCode, message: str) -> None:
+        """Ends a row that a step cannot compute."""
+        chunk.row.error = JobError.of(code, message)
+        chunk.row.failed_step = FailedStep(phase, chunk.row.computed, chunk.length)
+
+    def _append(self, rows: Sequence[Row], sampled: Sequence[sampler.Sampled]) -> None:
+        now = self._clock()
         for row, choice in zip(rows, sampled, strict=True):
             if choice.token_id < 0:
                 if row.grammar is not None and row.grammar.over:
@@ -335,11 +345,11 @@ class Engine:
         self.stats.row_steps += plan.rows
         self.stats.prompt_tokens += sum(chunk.length for chunk in plan.prefill)
         self.stats.cached_tokens = self.scheduler.cached_tokens
-        self.stats.last_step_at = time.time()
+        self.stats.last_step_at = self._clock()
 
-    def _expire(self, now: float) -> None:
+    def _expire(self) -> None:
         """Ends rows whose deadline has passed, with what they have where they have something."""
-        late = [row for row in self.scheduler.rows() if row.deadline and row.deadline <= now]
+        late = self.scheduler.late(self._clock())
         for row in late:
             if row.known > row.prompt_len:
                 row.finish_reason = "deadline"
@@ -358,14 +368,50 @@ class Engine:
     def _release(self, rows: list[Row]) -> None:
         if not rows:
             return
-        now = time.time()
+        now = self._clock()
         for row in rows:
             row.finished_at = now
             self.scheduler.remove(row)
         self._deliver(rows)
 
 
-def _nonfinite(tokens: int) -> JobError:
-    return JobError.of(
-        ErrorCode.NONFINITE_LOGITS, f"The model gave NaN or infinite logits after {tokens:,} tokens"
+def _parts(chunks: Sequence[Chunk], limit: CallLimit) -> Iterator[Sequence[Chunk]]:
+    """The chunks in calls within the limit, which may change on the way; a chunk that does not
+    fit goes on in the next call."""
+    waiting = deque(chunks)
+    tokens = sum(chunk.length for chunk in chunks)
+    while waiting:
+        if limit.tokens is None or tokens <= limit.tokens:
+            yield list(waiting)
+            return
+        part: list[Chunk] = []
+        room = limit.tokens
+        while room:
+            chunk = waiting.popleft()
+            length = min(chunk.length, room)
+            part.append(Chunk(chunk.row, length))
+            if length < chunk.length:
+                waiting.appendleft(Chunk(chunk.row, chunk.length - length))
+            room -= length
+        tokens -= limit.tokens
+        yield part
+
+
+def _runs(row: Row) -> bool:
+    return row.table_index >= 0 and not row.ended
+
+
+def _tell(chunk: Chunk, logits: Tensor) -> list[TokenLogprobs] | None:
+    """The log probabilities of prompt tokens, from ``[places, vocabulary]`` logits of the places
+    that the chunk tells of; ``None`` where they are not finite."""
+    if not all(sampler.finite_rows(logits)):
+        return None
+    row, places = chunk.row, chunk.told
+    # The last place of a prompt tells of no token of it, but of the first to be sampled.
+    token_ids = row.token_ids[places.start + 1 : places.stop + 1]
+    return token_logprobs(
+        logits[: len(token_ids)].log_softmax(dim=1),
+        token_ids,
+        row.sampling.prompt_logprobs or 0,
+        row.sampling.logprob_token_ids,
     )

@@ -19,35 +19,43 @@ UNUSED = -1
 class PagePool:
     """Pages by id. Each is held by one or more rows, or cached, or free.
 
-    A cached page is held by no row but worth keeping for what is in it, until it is needed.
+    A cached page is held by no row but worth keeping for what is in it, until it is needed. A
+    pin says that it soon will be shared: it is evicted after all others, but it is evicted.
     """
 
     def __init__(self, total: int, page_size: int) -> None:
         self.total = total
         self.page_size = page_size
         self.evict: Callable[[int], None] = self.discard
-        """Called with the cached page that has not been used for longest, when no page is free;
-        must `discard` it, and may discard others."""
+        """Called when no page is free, with the cached page that has not been used for longest
+        (a pinned one only where all are); must `discard` it, and may discard others."""
         self._holders = [0] * total
         self._free = list(range(total - 1, -1, -1))
         self._kept: set[int] = set()
+        self._pins: set[int] = set()
         # The cached pages, least recently used first.
         self._cached: dict[int, None] = {}
+        self._cached_pinned: dict[int, None] = {}
 
     @property
     def free(self) -> int:
         """Pages that no row holds: what can be allocated."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.cached
 
     @property
     def cached(self) -> int:
         """The pages among the `free` ones that still hold something worth keeping."""
-        return len(self._cached)
+        return len(self._cached) + len(self._cached_pinned)
 
     @property
     def used(self) -> int:
         """Pages that rows hold."""
         return self.total - self.free
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """Pages to be evicted last, whether a row holds them or not."""
+        return frozenset(self._pins)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
@@ -55,14 +63,14 @@ class PagePool:
 
     def can_allocate(self, pages: int, shared: Iterable[int] = ()) -> bool:
         """Whether there are so many pages to allocate after these were shared."""
-        return pages + sum(page in self._cached for page in shared) <= self.free
+        return pages + sum(map(self._is_cached, shared)) <= self.free
 
     def allocate(self, pages: int) -> list[int] | None:
         """Page ids, or ``None`` where there are not enough."""
         if pages > self.free:
             return None
         while len(self._free) < pages:
-            self.evict(next(iter(self._cached)))
+            self.evict(next(iter(self._cached or self._cached_pinned)))
         taken = [self._free.pop() for _ in range(pages)]
         for page in taken:
             self._holders[page] = 1
@@ -71,8 +79,9 @@ class PagePool:
     def share(self, pages: Iterable[int]) -> None:
         """Adds a holder to pages that are held already, or cached."""
         for page in pages:
-            assert self._holders[page] or page in self._cached, "a free page has nothing to share"
+            assert self._holders[page] or self._is_cached(page), "a free page has nothing to share"
             self._cached.pop(page, None)
+            self._cached_pinned.pop(page, None)
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -82,7 +91,9 @@ class PagePool:
             assert self._holders[page] > 0, "a page is released that nobody holds"
             self._holders[page] -= 1
             if self._holders[page] == 0:
-                if page in self._kept:
+                if page in self._pins:
+                    self._cached_pinned[page] = None
+                elif page in self._kept:
                     self._cached[page] = None
                 else:
                     self._free.append(page)
@@ -94,9 +105,27 @@ class PagePool:
     def discard(self, page: int) -> None:
         """Undoes `keep`: the page is free as soon as no row holds it."""
         self._kept.remove(page)
+        self.unpin(page)
         if page in self._cached:
             del self._cached[page]
             self._free.append(page)
+
+    def pin(self, page: int) -> None:
+        """Asks that a kept page be evicted after those that are not pinned."""
+        self._pins.add(page)
+        if page in self._cached:
+            del self._cached[page]
+            self._cached_pinned[page] = None
+
+    def unpin(self, page: int) -> None:
+        """Undoes `pin`."""
+        self._pins.discard(page)
+        if page in self._cached_pinned:
+            del self._cached_pinned[page]
+            self._cached[page] = None
+
+    def _is_cached(self, page: int) -> bool:
+        return page in self._cached or page in self._cached_pinned
 
     def check_integrity(self, rows: Iterable[Row]) -> None:
         """Raises `AssertionError` unless every page is free, cached, or held by just these rows,
@@ -106,11 +135,14 @@ class PagePool:
         assert self._holders == [held[page] for page in range(self.total)], "holders miscounted"
         assert len(set(self._free)) == len(self._free), "a page is free twice"
         assert held.keys().isdisjoint(self._free), "a page is both free and held"
-        assert held.keys().isdisjoint(self._cached), "a page is both cached and held"
-        assert self._cached.keys().isdisjoint(self._free), "a page is both free and cached"
-        assert self._cached.keys() <= self._kept, "a cached page is not worth keeping"
+        cached = self._cached.keys() | self._cached_pinned.keys()
+        assert held.keys().isdisjoint(cached), "a page is both cached and held"
+        assert cached.isdisjoint(self._free), "a page is both free and cached"
+        assert cached <= self._kept, "a cached page is not worth keeping"
         assert self._kept.isdisjoint(self._free), "a free page is worth keeping"
-        assert len(held) + len(self._cached) + len(self._free) == self.total, "pages leaked"
+        assert self._pins <= self._kept, "a page is pinned that is not worth keeping"
+        assert self._cached_pinned.keys() == cached & self._pins, "a pinned page goes first"
+        assert len(held) + self.cached + len(self._free) == self.total, "pages leaked"
         meaning: dict[int, tuple[str, list[int]]] = {}
         for row in rows:
             for index, page in enumerate(row.pages):

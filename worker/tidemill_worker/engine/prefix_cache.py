@@ -5,16 +5,25 @@ faulty step wrote is ever shared. Pages form chains, each page after the one bef
 is looked up by a hash over its chain and its tokens, but a hash is never believed: the page
 before it, the tokens and the salt are compared too.
 
+Pages that rows in line begin with are pinned, so that others are evicted before them. This goes
+by the hash alone, which is enough for a preference.
+
 One cache belongs to one KV cache of one model, so the model is not part of the key.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tidemill_worker.engine.pages import PagePool
 from tidemill_worker.engine.row import Row
+
+PINS_PER_PAGE = 4
+"""How far down a long line the cache looks, in pages of its rows for each page of the pool."""
+LOOK_AHEAD_PAGES = 1_024
+"""Pages to hash in one step at most for rows that wait, the last row's beyond it included."""
 
 PageHash = Callable[[tuple[str | int, tuple[int, ...]]], int]
 """Key of a page from the key of the page before it (the salt, for a row's first page) and its
@@ -58,6 +67,12 @@ class PrefixCache:
         self._by_key: dict[int, _Entry] = {}
         self._by_page: dict[int, _Entry] = {}
         self._progress: dict[Row, _Progress] = {}
+        # Rows in line: those looked at, with how many pages, and those that are not yet.
+        self._expected_by: dict[Row, int] = {}
+        self._unseen: OrderedDict[Row, None] = OrderedDict()
+        self._expected: Counter[int] = Counter()
+        """How many rows in line have a page, by its key."""
+        self._expected_total = 0
         pool.evict = self._evict
 
     def __len__(self) -> int:
@@ -120,6 +135,38 @@ class PrefixCache:
         """The row has left for good."""
         self._progress.pop(row, None)
 
+    def expect(self, row: Row) -> None:
+        """The row is in line: its pages will be wanted."""
+        if self._enabled:
+            self._unseen[row] = None
+
+    def look_ahead(self) -> None:
+        """Pins the pages of rows in line, the first comers' first, as far as is worth it."""
+        left = LOOK_AHEAD_PAGES
+        while self._unseen and left > 0 and self._expected_total < PINS_PER_PAGE * self._pool.total:
+            row, _ = self._unseen.popitem(last=False)
+            keys = self.keys(row, 0, self._shareable(row))
+            self._expected_by[row] = len(keys)
+            self._expected_total += len(keys)
+            left -= len(keys) + 1
+            # As in `PagePool.release`: the last page of a stem is evicted first.
+            for key in reversed(keys):
+                self._expected[key] += 1
+                if self._expected[key] == 1 and key in self._by_key:
+                    self._pool.pin(self._by_key[key].page)
+
+    def unexpect(self, row: Row) -> None:
+        """The row is in line no more."""
+        self._unseen.pop(row, None)
+        pages = self._expected_by.pop(row, 0)
+        self._expected_total -= pages
+        for key in reversed(self.keys(row, 0, pages)):
+            self._expected[key] -= 1
+            if not self._expected[key]:
+                del self._expected[key]
+                if key in self._by_key:
+                    self._pool.unpin(self._by_key[key].page)
+
     def keys(self, row: Row, start: int, end: int) -> list[int]:
         """Keys of the row's full pages from page `start` up to page `end`."""
         if not self._enabled:
@@ -145,6 +192,9 @@ class PrefixCache:
                 assert entry in entry.parent.children, "a page is not known to the one before it"
                 assert self._by_page.get(entry.parent.page) is entry.parent, "an orphan"
         assert len(self._by_key) == len(self._by_page), "a key without its page"
+        assert self._expected_total == self._expected.total(), "expected pages miscounted"
+        wanted = {entry.page for key, entry in self._by_key.items() if self._expected[key]}
+        assert wanted == self._pool.pinned, "not what is expected is pinned"
 
     def _match(self, row: Row) -> list[_Entry]:
         entries: list[_Entry] = []
@@ -179,6 +229,8 @@ class PrefixCache:
             parent.children.add(entry)
         self._by_key[key] = self._by_page[page] = entry
         self._pool.keep(page)
+        if key in self._expected:
+            self._pool.pin(page)
         return entry
 
     def _evict(self, page: int) -> None:

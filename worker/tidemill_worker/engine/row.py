@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tidemill_contracts.keys import PRIORITY_STEP_MS
+from tidemill_contracts.models.contract import Phase
 from tidemill_contracts.wire import FinishReason, JobError, TokenLogprobs
 from tidemill_worker.engine.grammar import RowGrammar
 from tidemill_worker.engine.output import OutputText, Repetition
@@ -57,6 +59,17 @@ class RowSampling:
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class FailedStep:
+    """The step that a row failed in."""
+
+    phase: Phase
+    computed: int
+    """Tokens of the row that were computed before it."""
+    length: int
+    """Tokens that it was to compute."""
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """One generation. Owned by the engine's thread once it is submitted."""
@@ -78,6 +91,7 @@ class Row:
     repetition: Repetition | None = None
     grammar: RowGrammar | None = None
     """What the output is held to; it moves on with each token that is appended."""
+    tenant: str = ""
     priority: int = 0
     deadline: float | None = None
     """Seconds since the Unix epoch."""
@@ -93,6 +107,8 @@ class Row:
     """Tokens whose K and V are in the cache."""
     cached: int = field(default=0, init=False)
     """Prompt tokens that the prefix cache saved this row from computing."""
+    charged: int = field(default=0, init=False)
+    """Tokens that its tenant has been charged for, or never will be."""
     pages: list[int] = field(default_factory=list, init=False)
     table_index: int = field(default=-1, init=False)
     """Its line in the block tables while it runs; −1 while it waits."""
@@ -109,6 +125,8 @@ class Row:
     stop_reason: str | int | None = field(default=None, init=False)
     """The stop text or token that ended the row."""
     error: JobError | None = field(default=None, init=False)
+    failed_step: FailedStep | None = field(default=None, init=False)
+    """Where the engine, not the job, is what the error speaks of."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
@@ -149,9 +167,10 @@ class Row:
         return self.finish_reason is not None or self.error is not None
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Lower runs sooner and is preempted later."""
-        return (-self.priority, self.arrival)
+    def rank(self) -> tuple[float, int]:
+        """Lower has waited longer, each step of priority counted as a minute: it is preempted
+        later. Never changes, so that whatever comes later is one day behind every row."""
+        return (self.enqueued_at - self.priority * PRIORITY_STEP_MS / 1000, self.arrival)
 
     def append(self, token_id: int, now: float) -> None:
         """Adds the next token and notes whether it ends the row."""

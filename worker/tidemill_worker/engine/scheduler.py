@@ -1,10 +1,13 @@
 """Which rows the next step runs, and how many tokens of each.
 
 A step has one token budget. Rows that decode come first, then rows in the middle of their
-prompt, then waiting rows while rows, tokens and pages last. A row that needs a page when none
-is free preempts the lowest-ranked running row, which gives its pages up and is computed again
-later. The highest-ranked row is never preempted and can hold the whole pool, so there is
-always a row that makes progress.
+prompt, then waiting rows (`line` says whose turn it is) while rows, tokens and pages last. With a
+target for the time per output token, prompts get only what steps that decode have time for.
+
+A row that needs a page when none is free preempts the lowest-ranked running row, which gives its
+pages up and is computed again later. The highest-ranked row is never preempted and can hold the
+whole pool, so there is always a row that makes progress. A row that has been preempted too often
+goes first, but only when it and all that run fit to their ends: then nothing is preempted.
 
 A row starts with the pages that others have computed for the same beginning. Where a row
 that prefills is about to complete the next such page, it waits for the next step, so that a
@@ -13,14 +16,20 @@ file of rows with one stem computes it once.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tidemill_contracts.wire import ErrorCode, JobError
+from tidemill_worker.engine.budget import Budget, PrefillShare
+from tidemill_worker.engine.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare
+from tidemill_worker.engine.line import MAX_PREEMPTIONS, WaitingLine
 from tidemill_worker.engine.pages import BlockTables, PagePool
 from tidemill_worker.engine.prefix_cache import PrefixCache
 from tidemill_worker.engine.row import Row
+from tidemill_worker.engine.steptime import StepTimeModel
+
+_OUTPUT_DECAY = 1 / 16
+"""Weight of the latest row in the mean length of an output."""
 
 _SOUND_ERRORS = frozenset(
     {ErrorCode.CANCELLED, ErrorCode.EXPIRED, ErrorCode.INVALID_JOB, ErrorCode.INVALID_GRAMMAR}
@@ -69,7 +78,7 @@ class StepPlan:
 
 
 class Scheduler:
-    """Admission, the waiting line, the running rows and their pages."""
+    """Admission, the running rows and their pages, and what is left to do."""
 
     def __init__(
         self,
@@ -79,6 +88,7 @@ class Scheduler:
         max_step_tokens: int,
         max_model_len: int,
         prefix_caching: bool = True,
+        target_tpot_s: float | None = None,
     ) -> None:
         self.pool = pool
         self.cache = PrefixCache(pool, enabled=prefix_caching)
@@ -90,16 +100,21 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.tables = BlockTables(max_rows, pool.pages_for(max_model_len))
         self.running: list[Row] = []
-        self._waiting: list[tuple[tuple[int, int], Row]] = []
+        self.fair = FairShare()
+        self.line = WaitingLine(self.fair)
+        self.step_time = StepTimeModel()
+        self._prefill_share = PrefillShare(self.step_time, target_tpot_s)
+        self._mean_output: float | None = None
+        """Generated tokens of a finished row, the latest ones counting most."""
         self._arrivals = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.line)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self._waiting)
+        return bool(self.running or self.line)
 
     @property
     def capacity(self) -> int:
@@ -111,8 +126,16 @@ class Scheduler:
 
     def rows(self) -> Iterator[Row]:
         yield from self.running
-        for _, row in self._waiting:
-            yield row
+        yield from self.line
+
+    def holds(self, row: Row) -> bool:
+        """Whether the row runs or waits here."""
+        return row.table_index >= 0 or row in self.line
+
+    def late(self, now: float) -> list[Row]:
+        """Rows whose deadline has passed; all of them must be removed."""
+        running = [row for row in self.running if row.deadline is not None and row.deadline <= now]
+        return running + self.line.expired(now)
 
     def refusal(self, prompt_len: int, max_tokens: int) -> JobError | None:
         """Why such a row could never finish here, or ``None`` where it can."""
@@ -130,10 +153,11 @@ class Scheduler:
         )
 
     def add(self, row: Row) -> None:
-        """Puts an admitted row in line."""
+        """Puts a row in line. It must fit: see `refusal`."""
         row.arrival = self._arrivals
         self._arrivals += 1
-        heapq.heappush(self._waiting, (row.rank, row))
+        self.fair.arrive(row.tenant)
+        self._put_in_line(row)
 
     def remove(self, row: Row) -> None:
         """Takes a row out wherever it stands; no page is held by it any more.
@@ -147,23 +171,86 @@ class Scheduler:
                 self.cache.insert(row)
             self._stop(row)
         else:
-            self._waiting = [entry for entry in self._waiting if entry[1] is not row]
-            heapq.heapify(self._waiting)
+            self._take_out_of_line(row)
         self.cache.close(row)
+        self.fair.leave(row.tenant)
+        if row.finish_reason is not None:
+            mean = self._mean_output
+            self._mean_output = (
+                row.generated if mean is None else mean + _OUTPUT_DECAY * (row.generated - mean)
+            )
 
     def plan(self) -> StepPlan:
         """The next step. Empty only where there is no work."""
         plan = StepPlan()
+        self.cache.look_ahead()
         for row in self.running:
             self.cache.insert(row)
-        budget = self.max_step_tokens
-        preempted = False
+        budget = Budget(self.max_step_tokens)
         self.running.sort(key=lambda row: row.rank)
         # Rows that decode first: they are nearest to freeing their pages.
-        for row in sorted(self.running, key=lambda row: row.remaining > 1):
+        decoding = [row for row in self.running if row.remaining == 1]
+        prefilling = [row for row in self.running if row.remaining > 1]
+        preempted = self._continue(plan, decoding, budget)
+        self._prefill_share.limit(budget, len(plan.decode))
+        preempted |= self._continue(plan, prefilling, budget)
+        # A row that has just lost its pages must not take them back in the same step.
+        if not preempted:
+            self._admit(plan, budget)
+        for row in plan.decode:
+            self._charge(row, 1)
+        for chunk in plan.prefill:
+            self._charge(chunk.row, chunk.length)
+        return plan
+
+    def eta_s(self) -> float | None:
+        """Seconds until every row is done, if none comes; ``None`` while no step time is known.
+
+        Outputs are taken to be as long as the latest ones were, prompts to share nothing. May be
+        called from any thread.
+        """
+        running, waiting = list(self.running), len(self.line)
+        rows = len(running) + waiting
+        cost = self.step_time.cost
+        if not rows:
+            return 0.0
+        if cost is None:
+            return None
+        to_come = [self._expected_output(row) for row in running]
+        room = self.line.room / max(1, waiting)
+        each = room if self._mean_output is None else min(room, self._mean_output)
+        output = sum(to_come) + each * waiting
+        prompt = self.line.tokens + sum(row.remaining - 1 for row in running)
+        length = (sum(row.known for row in running) + self.line.tokens + output) / rows
+        at_once = min(self.max_rows, rows, self.pool.total * self.pool.page_size / length)
+        steps = max(
+            *to_come, each, output / max(1.0, at_once), (prompt + output) / self.max_step_tokens
+        )
+        return cost.seconds(output + rows, prompt + output, steps)
+
+    def _expected_output(self, row: Row) -> float:
+        """Tokens that a running row will generate yet; at least one."""
+        room = float(row.max_len - row.known)
+        if self._mean_output is not None:
+            room = min(room, self._mean_output - row.generated)
+        return max(1.0, room)
+
+    def _charge(self, row: Row, length: int) -> None:
+        """Charges its tenant for what a row computes, but not for what it had computed before a
+        preemption: that is nobody's wish."""
+        end = row.computed + length
+        prompt = max(0, min(end, row.prompt_len) - row.charged)
+        output = max(0, end - max(row.prompt_len, row.charged))
+        self.fair.charge(row.tenant, PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * output)
+        row.charged = max(row.charged, end)
+
+    def _continue(self, plan: StepPlan, rows: Iterable[Row], budget: Budget) -> bool:
+        """Plans what running rows compute next; True where a row was preempted for that."""
+        preempted = False
+        for row in rows:
             if row.table_index < 0:
                 continue  # preempted by a row before it
-            length = min(row.remaining, budget)
+            length = min(row.remaining, budget.room)
             if length == 0:
                 break
             while not self._grow(row, row.computed + length):
@@ -171,42 +258,53 @@ class Scheduler:
                 if self._preempt_lowest(plan) is row:
                     break
             else:
-                budget -= length
+                budget.take(length)
                 plan.add(row, length)
-        # A row that has just lost its pages must not take them back in the same step.
-        if not preempted:
-            self._admit(plan, budget)
-        return plan
+        return preempted
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Starts waiting rows in the order of their rank while rows, tokens and pages last.
+    def _admit(self, plan: StepPlan, budget: Budget) -> None:
+        """Starts the rows in line, each at its turn, while rows, tokens and pages last.
 
         Every prefill of the plan ends in this step: one that does not has used the budget up. So
         a row that is held back for a page is held for one step, and then finds it in the cache.
         """
         coming = {key for chunk in plan.prefill for key in self._keys(chunk)}
-        held: list[tuple[tuple[int, int], Row]] = []
-        while self._waiting and budget and len(self.running) < self.max_rows:
-            row = self._waiting[0][1]
+        careful = any(row.preemptions >= MAX_PREEMPTIONS for row in self.running)
+        held = 0
+        while budget.room and len(self.running) < self.max_rows and held < self.max_rows:
+            row = self.line.first()
+            if row is None:
+                break
             shared = self.cache.match(row)
             if self.cache.next_key(row, len(shared)) in coming:
-                held.append(heapq.heappop(self._waiting))
-                if len(held) == self.max_rows:
-                    break  # enough for the next step; a long line is not searched to its end
+                # Enough for the next step are held at most; a long line is not searched to its end.
+                held += 1
+                self.line.set_aside(row)
                 continue
-            # A page for each running row is left over: they grow next.
-            needed = self.pool.pages_for(row.known) - len(shared) + len(self.running)
-            if not self.pool.can_allocate(needed, shared):
+            careful |= row.preemptions >= MAX_PREEMPTIONS
+            if not self._can_start(row, shared, to_the_end=careful):
                 break
-            heapq.heappop(self._waiting)
+            self._take_out_of_line(row)
             self._start(row, shared)
-            length = min(row.remaining, budget)
+            length = min(row.remaining, budget.room)
             self._grow(row, row.computed + length)
-            budget -= length
+            budget.take(length)
             plan.add(row, length)
             coming.update(self._keys(Chunk(row, length)))
-        for entry in held:
-            heapq.heappush(self._waiting, entry)
+        self.line.restore()
+
+    def _can_start(self, row: Row, shared: list[int], *, to_the_end: bool) -> bool:
+        """Whether there are pages for a row of which these are cached: for what it computes
+        first, and where asked for all that it and the running rows will ever compute."""
+        # A page for each running row is left over: they grow next.
+        needed = self.pool.pages_for(row.known) - len(shared) + len(self.running)
+        if not self.pool.can_allocate(needed, shared):
+            return False
+        if not to_the_end:
+            return True
+        # The last token of a row is never computed.
+        rows = [*self.running, row]
+        return sum(self.pool.pages_for(row.max_len - 1) for row in rows) <= self.pool.total
 
     def _start(self, row: Row, shared: list[int]) -> None:
         """Makes a waiting row a running one that has these pages of the cache."""
@@ -217,6 +315,7 @@ class Scheduler:
         self.running.append(row)
         row.computed = len(shared) * self.pool.page_size
         self.cached_tokens += row.computed
+        row.charged = max(row.charged, row.computed)
         if row.preemptions == 0:
             row.cached = row.computed
 
@@ -257,7 +356,15 @@ class Scheduler:
         self._stop(row)
         row.computed = 0
         row.preemptions += 1
-        heapq.heappush(self._waiting, (row.rank, row))
+        self._put_in_line(row)
+
+    def _put_in_line(self, row: Row) -> None:
+        self.line.push(row)
+        self.cache.expect(row)
+
+    def _take_out_of_line(self, row: Row) -> None:
+        self.line.remove(row)
+        self.cache.unexpect(row)
 
     def _preempt_lowest(self, plan: StepPlan) -> Row:
         victim = max(self.running, key=lambda row: row.rank)
