@@ -302,6 +302,40 @@ async def test_a_cancelled_caller_frees_its_pages_and_hurts_nobody(
     assert [result.token_ids for result in results] == alone
 
 
+async def test_all_outputs_of_a_cancelled_caller_leave(tiny_model: Path) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=1_000, ignore_eos=True, n=4)
+    job = GenerationJob(id="four", prompt_token_ids=[1], sampling=sampling)
+    async with batcher(tiny_model, max_rows=2) as model:
+        doomed = asyncio.create_task(_generate(model, job))
+        async with asyncio.timeout(10):
+            while model.stats.steps < 3:
+                await asyncio.sleep(0.01)
+        for _ in range(2):
+            doomed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        async with asyncio.timeout(10):
+            while model._scheduler.has_work:
+                await asyncio.sleep(0.01)
+        assert model._scheduler.pool.free == model._scheduler.pool.total
+        assert model.rows_waiting == model.rows_running == 0
+        assert model.eta_s == 0.0
+        assert (await _generate(model, _asking([1], 3))).finish_reason == "length"
+
+
+async def test_tenants_and_a_target_change_no_output(
+    tiny_model: Path, alone: list[list[int]]
+) -> None:
+    jobs = [
+        msgspec.structs.replace(job, tenant=f"tenant-{n % 3}", priority=n % 2)
+        for n, job in enumerate(_jobs())
+    ]
+    async with batcher(tiny_model, max_rows=4, target_tpot_ms=0.5) as model:
+        results = await asyncio.gather(*(_generate(model, job) for job in jobs))
+        assert model.eta_s == 0.0
+    assert [result.token_ids for result in results] == alone
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "said"),
     [

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import secrets
 import struct
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from tidemill_worker.engine.grammar import RowGrammar
 from tidemill_worker.engine.output import OutputText, Repetition
 from tidemill_worker.engine.row import Row, RowSampling
 from tidemill_worker.engine.thinking import Thinking
+from tidemill_worker.repro import with_repro
 from tidemill_worker.text import Prompt, TextModel
 
 
@@ -43,6 +45,9 @@ def make_rows(
 ) -> list[Row]:
     """One row for each output that the job asks for, seeded one by one; `grammars` has one for
     each of them, or none.
+
+    A job that says it was enqueued in the future is taken to have been enqueued now: a clock that
+    is ahead must not put its jobs behind all others.
 
     Raises `JobFailed` where an option names a token that the model does not have, the result would
     be too large, or there is no room for what the job asks.
@@ -90,10 +95,11 @@ def make_rows(
                 thinking=_thinking(job, prompt, text, budget),
                 repetition=Repetition(watch.max_pattern, watch.min_count) if watch else None,
                 grammar=grammars[index] if grammars else None,
+                tenant=job.tenant,
                 priority=job.priority,
                 deadline=job.deadline,
                 cache_salt=job.cache_salt,
-                enqueued_at=enqueued_at,
+                enqueued_at=min(enqueued_at, time.time()),
             )
         )
     return rows
@@ -131,7 +137,7 @@ def make_result(
     """The job's one result. Raises `JobFailed` where a row failed."""
     for row in rows:
         if row.error is not None:
-            raise JobFailed(row.error)
+            raise JobFailed(with_repro(row.error, job, row))
     asked = job.sampling
     outputs = [_completion(job, prompt, row) for row in rows]
     first, first_row = outputs[0], rows[0]
