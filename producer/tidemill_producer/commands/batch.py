@@ -69,8 +69,8 @@ Examples:
 A row of the input, and what comes of it:
   {"custom_id": "r1", "prompt": "The sea is", "sampling": {"max_tokens": 32}}
   {"custom_id": "r1", "result": {"text": "…", "usage": {…}, …}, "error": null}
-Instead of "prompt": "messages" or "prompt_token_ids". Also "model", "priority", "deadline" and
-"metadata"; with metadata {"expected": "…"} the summary counts right answers.
+Instead of "prompt": "messages" or "prompt_token_ids". Also "model", "priority", "tenant",
+"deadline" and "metadata"; with metadata {"expected": "…"} the summary counts right answers.
 
 A bad line becomes one error row and stops nothing. Exit status: 0 all rows ok, 3 some failed,
 1 could not run, 130 interrupted (finished rows are in OUTPUT).
