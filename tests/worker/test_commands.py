@@ -134,6 +134,7 @@ async def test_the_worker_serves_says_so_and_drains_on_sigterm(
         assert (status.state, status.model, status.dtype) == ("ready", "tiny", "float32")
         assert status.completion_tokens == 5
         assert status.row_steps >= status.steps > 0
+        assert status.eta_s == 0.0
         await _enqueue(redis, "second", max_tokens=400)
         await redis.lpush(keys.doorbell_key(QUEUE), "1")
         async with asyncio.timeout(10):

@@ -401,6 +401,7 @@ def quick(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("quick")
 def test_whatever_happens_every_invariant_holds_after_every_step() -> None:
     # Hypothesis decides how many steps an example has.

@@ -222,10 +222,10 @@ class Scheduler:
         output = sum(to_come) + each * waiting
         prompt = self.line.tokens + sum(row.remaining - 1 for row in running)
         length = (sum(row.known for row in running) + self.line.tokens + output) / rows
-        at_once = min(self.max_rows, rows, self.pool.total * self.pool.page_size / length)
-        steps = max(
-            *to_come, each, output / max(1.0, at_once), (prompt + output) / self.max_step_tokens
-        )
+        # At least one: rows may move from line to line while they are counted.
+        fitting = self.pool.total * self.pool.page_size / max(1.0, length)
+        at_once = max(1.0, min(self.max_rows, rows, fitting))
+        steps = max(*to_come, each, output / at_once, (prompt + output) / self.max_step_tokens)
         return cost.seconds(output + rows, prompt + output, steps)
 
     def _expected_output(self, row: Row) -> float:
