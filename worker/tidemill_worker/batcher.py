@@ -240,6 +240,7 @@ def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel]:
             max_model_len=config.max_model_len,
             page_size=config.page_size,
             kv_pages=config.kv_pages,
+            kernels=config.kernels,
             max_rows=config.max_rows,
             max_step_tokens=config.max_step_tokens,
             deterministic=config.deterministic,

@@ -78,12 +78,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 5.0
     page_size: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        Meta(description="Tokens per KV page; the contract's, or 16, by default."),
+        Meta(description="Tokens per KV page; the contract's, or 32, by default."),
     ] = None
     kv_pages: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Pages of KV cache; from the free memory by default."),
     ] = None
+    kernels: Annotated[
+        Literal["auto", "torch"],
+        Meta(description="The fastest kernels that the machine runs, or those in plain torch."),
+    ] = "auto"
     prefix_caching: Annotated[
         bool, Meta(description="Share the KV cache of common prefixes between jobs.")
     ] = True

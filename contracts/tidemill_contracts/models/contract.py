@@ -41,6 +41,9 @@ CONTRACT_SCHEMA_VERSION = "1"
 
 Phase = Literal["prefill", "decode", "score"]
 
+Kernels = Literal["auto", "torch"]
+"""The fastest kernels that the machine runs, or plain torch, which runs everywhere."""
+
 OPTIONAL_PHASES: Mapping[str, Phase] = MappingProxyType({"prompt_logits": "score"})
 """Phases that a contract need not have, by the capability that says that it has one."""
 
@@ -77,6 +80,7 @@ class RuntimeConfig:
     page_size: int
     """Tokens per KV page."""
     total_kv_pages: int
+    kernels: Kernels = "auto"
     max_logit_rows: int = 64
     """Most tokens whose logits one score call gives: each takes a row of the whole vocabulary."""
     deterministic: bool = False

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from tidemill_contracts.models.config import ModelConfig
-from tidemill_contracts.models.contract import ModelContract, RuntimeConfig
+from tidemill_contracts.models.contract import Kernels, ModelContract, RuntimeConfig
 from tidemill_contracts.models.errors import ModelError
 
-DEFAULT_PAGE_SIZE = 16
+DEFAULT_PAGE_SIZE = 32
 KV_MEMORY_SHARE = 0.4
 """Of the memory that the weights leave free, where `kv_pages` is not given."""
 SCORED_LOGITS_BYTES = 64 << 20
@@ -36,6 +36,7 @@ class RuntimeOptions:
     max_rows: int = 32
     max_step_tokens: int = 2048
     deterministic: bool = False
+    kernels: Kernels = "auto"
 
 
 def plan_runtime(
@@ -74,6 +75,7 @@ def plan_runtime(
         max_step_tokens=max_step_tokens,
         page_size=page_size,
         total_kv_pages=options.kv_pages or 1,
+        kernels=options.kernels,
         max_logit_rows=min(max_step_tokens, max(1, SCORED_LOGITS_BYTES // logits_bytes)),
         deterministic=options.deterministic,
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tidemill_contracts.models.checkpoint import Checkpoint
 from tidemill_contracts.models.config import load_config
-from tidemill_contracts.models.contract import Phase, RuntimeConfig, StageInputs
+from tidemill_contracts.models.contract import Kernels, Phase, RuntimeConfig, StageInputs
 from tidemill_contracts.models.registry import find_contract_for_model_config
 from tidemill_contracts.models.requirements import ServingRequirements
 from tools.make_checkpoint import qwen3_config, tensor_shapes, with_experts, write_checkpoint
@@ -97,6 +97,7 @@ class Driver:
         max_seq_len: int = 512,
         max_rows: int = 32,
         device: str = "cpu",
+        kernels: Kernels = "auto",
     ) -> None:
         """`device` is where the stages believe that they run: the tensors stay on the CPU."""
         self.config = load_config(model_dir)
@@ -110,6 +111,7 @@ class Driver:
             max_step_tokens=4096,
             page_size=page_size,
             total_kv_pages=pages or 4096 // page_size + max_rows,
+            kernels=kernels,
         )
         hooks = self.contract.hooks
         loaded = hooks.load_kernels()

@@ -58,10 +58,10 @@ def test_check_tells_what_fits(tmp_path: Path) -> None:
     report = json.loads(result.stdout)
     assert report["problems"] == []
     assert report["contract"].startswith("qwen3/")
-    # 2 tensors x 2 layers x 16 tokens x 2 heads x 16 values x 4 bytes.
-    assert report["bytes_per_page"] == 2 * 2 * 16 * 2 * 16 * 4
+    # 2 tensors x 2 layers x 32 tokens x 2 heads x 16 values x 4 bytes.
+    assert report["bytes_per_page"] == 2 * 2 * 32 * 2 * 16 * 4
     left = 2**20 - report["weight_bytes"]
-    assert report["rows_that_fit"] == {"64": left // report["bytes_per_page"] // 4}
+    assert report["rows_that_fit"] == {"64": left // report["bytes_per_page"] // 2}
     assert "no problems found" in run("check", str(model)).stdout
 
 

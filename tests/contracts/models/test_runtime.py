@@ -34,7 +34,7 @@ def plan(
 
 def test_what_is_not_given_comes_from_model_and_contract() -> None:
     runtime = plan()
-    assert (runtime.dtype, runtime.max_seq_len, runtime.page_size) == (torch.float32, 512, 16)
+    assert (runtime.dtype, runtime.max_seq_len, runtime.page_size) == (torch.float32, 512, 32)
     runtime = plan({"max_seq": 100, "page_size": 128})
     assert (runtime.max_seq_len, runtime.page_size) == (100, 128)
     runtime = plan({"page_size": 128}, page_size=64, max_model_len=33, dtype="bfloat16")
@@ -52,7 +52,7 @@ def test_the_logits_of_one_score_call_stay_within_their_bytes() -> None:
 
 
 def test_pages_are_as_many_as_rows_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan(max_rows=3, max_model_len=33).total_kv_pages == 3 * 3
+    assert plan(max_rows=3, max_model_len=65).total_kv_pages == 3 * 3
     assert plan(kv_pages=7).total_kv_pages == 7
 
 

@@ -38,6 +38,9 @@ from tidemill_contracts.models.qwen3.abi import (
     weight_bytes,
 )
 from tidemill_contracts.models.qwen3.host import DeviceHostFn, Kernel
+from tidemill_contracts.models.qwen3.native import layout
+from tidemill_contracts.models.qwen3.native.choice import Sizes, native_library
+from tidemill_contracts.models.qwen3.native.library import Library
 from tidemill_contracts.models.qwen3.ops.choice import installed
 from tidemill_contracts.models.qwen3.validation import (
     Mismatch,
@@ -66,7 +69,7 @@ def contract_of(variant: Variant) -> ModelContract:
             name=name,
             public_name=public_name,
             args=specs,
-            host_jit_fn=DeviceHostFn(public_name, specs, decodes=name == "decode"),
+            host_jit_fn=DeviceHostFn(public_name, variant.kind, specs, decodes=name == "decode"),
             compile_args_builder=abi.compile_args,
             runtime_args_builder=abi.runtime_args,
             dynamic_symbols=DYNAMIC_SYMBOLS.union(dynamic),
@@ -121,6 +124,8 @@ class Qwen3Hooks:
     def cache_spec(self, config: ModelConfig, runtime: RuntimeConfig) -> CacheSpec:
         def allocate(pages: int) -> KVCache:
             shape = cache_shape(config, runtime, pages)
+            if self._library(config, runtime) is not None:
+                return KVCache(k=layout.huge(shape), v=layout.huge(shape))
             k = torch.zeros(shape, dtype=runtime.dtype, device=runtime.device)
             return KVCache(k=k, v=torch.zeros_like(k))
 
@@ -148,4 +153,10 @@ class Qwen3Hooks:
         runtime: RuntimeConfig,
         exporter: TensorExporter,
     ) -> StaticArgs:
-        return prepare(source, config, runtime, exporter)
+        library = self._library(config, runtime)
+        matrices = None if library is None else layout.Tiled(library)
+        return prepare(source, config, runtime, exporter, matrices)
+
+    def _library(self, config: ModelConfig, runtime: RuntimeConfig) -> Library | None:
+        """The C++ library where stages, weights and cache are to be laid out for it."""
+        return native_library(self.variant.kind, Sizes.of(config), runtime)

@@ -12,9 +12,12 @@ from tidemill_contracts.models.args import TensorArgSpec
 from tidemill_contracts.models.contract import CompiledStage, RuntimeConfig
 from tidemill_contracts.models.eager import EagerHostFn
 from tidemill_contracts.models.qwen3.abi import by_name
+from tidemill_contracts.models.qwen3.native.choice import Sizes, native_library
+from tidemill_contracts.models.qwen3.native.stage import NativeStage
 from tidemill_contracts.models.qwen3.ops import Layout, Ops
 from tidemill_contracts.models.qwen3.ops.choice import ops_for
 from tidemill_contracts.models.qwen3.ops.reference import ReferenceOps
+from tidemill_contracts.models.qwen3.variants import Kind
 
 
 class Kernel:
@@ -40,8 +43,11 @@ class DeviceHostFn(EagerHostFn):
     """`HostJitFn` that picks the operations, and whether calls are replayed as a graph, by the
     device and the shapes that it is compiled for."""
 
-    def __init__(self, public_name: str, specs: Sequence[TensorArgSpec], decodes: bool) -> None:
+    def __init__(
+        self, public_name: str, kind: Kind, specs: Sequence[TensorArgSpec], decodes: bool
+    ) -> None:
         super().__init__(public_name)
+        self._kind = kind
         self._specs = tuple(specs)
         self._decodes = decodes
 
@@ -51,6 +57,9 @@ class DeviceHostFn(EagerHostFn):
         if not isinstance(kernel, Kernel):
             return super().compile(*args, config=config)
         named = by_name(self._specs, args)
+        library = native_library(self._kind, _sizes(named), config)
+        if library is not None:
+            return NativeStage(library, self._specs)
         chosen = ops_for(config.device, _layout(named), deterministic=config.deterministic)
         stage: CompiledStage = kernel.on(chosen.ops)
         if self._decodes and chosen.replay is not None:
@@ -61,6 +70,19 @@ class DeviceHostFn(EagerHostFn):
                 stage(*args)
 
         return run
+
+
+def _sizes(named: dict[str, Tensor]) -> Sizes:
+    vocabulary, hidden = named["embed"].shape
+    _, _, _, kv_heads, head_dim = named["k_cache"].shape
+    return Sizes(
+        hidden=hidden,
+        inner=named["w_down"].shape[-1],
+        head_dim=head_dim,
+        q_heads=named["wo"].shape[2] // head_dim,
+        kv_heads=kv_heads,
+        vocabulary=vocabulary,
+    )
 
 
 def _layout(named: dict[str, Tensor]) -> Layout:

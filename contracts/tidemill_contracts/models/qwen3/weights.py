@@ -3,12 +3,15 @@
 Every kind of weight is one tensor stacked over the layers (and experts); the three attention
 inputs are fused into one projection, gate and up into another. A stack is allocated once and each
 tensor is copied into its place as it is taken from the mapped file, so no second copy of the
-model exists: besides the prepared weights, loading needs no memory but the page cache.
+model exists: besides the prepared weights, loading needs no memory but the page cache. The shapes
+here are logical: how a matrix lies within its tensor is its `MatrixLayout`'s business.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +77,29 @@ class PreparedWeights:
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
+class MatrixLayout(Protocol):
+    """How the weights that products read lie in memory."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Room for matrices, on the host."""
+
+    def fill(self, target: Tensor, parts: Sequence[Tensor], *, gated: bool) -> None:
+        """Writes matrices that are fused along their rows into `target`, [out, in]; `gated` where
+        they are gate and up."""
+
+
+class RowMajor:
+    """`MatrixLayout` of plain torch: as the shapes say."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def fill(self, target: Tensor, parts: Sequence[Tensor], *, gated: bool) -> None:
+        pieces = torch.split(target, [len(part) for part in parts])
+        for piece, part in zip(pieces, parts, strict=True):
+            piece.copy_(part)
+
+
 _Part = tuple[str, tuple[int, ...]]
 """A module's name within its layer or expert, and its weight's shape."""
 
@@ -83,7 +109,11 @@ def _fused(parts: tuple[_Part, ...]) -> tuple[int, ...]:
 
 
 def prepare(
-    source: WeightSource, config: ModelConfig, runtime: RuntimeConfig, exporter: TensorExporter
+    source: WeightSource,
+    config: ModelConfig,
+    runtime: RuntimeConfig,
+    exporter: TensorExporter,
+    layout: MatrixLayout | None = None,
 ) -> PreparedWeights:
     """Takes all of `source`, stacks it and exports each finished tensor once.
 
@@ -97,29 +127,31 @@ def prepare(
     names = set(source.names())
     prefix = "" if EMBEDDING in names else "model."
 
-    def filled(target: Tensor, module: str, parts: tuple[_Part, ...]) -> None:
-        pieces = torch.split(target, [shape[0] for _, shape in parts])
-        for (name, shape), piece in zip(parts, pieces, strict=True):
-            piece.copy_(source.take(f"{prefix}{module}.{name}.weight", shape))
+    plain: MatrixLayout = RowMajor()
+    matrices = layout or plain
 
-    def stacked(*parts: _Part) -> Tensor:
+    def filled(target: Tensor, module: str, parts: tuple[_Part, ...], by: MatrixLayout) -> None:
+        taken = [source.take(f"{prefix}{module}.{name}.weight", shape) for name, shape in parts]
+        by.fill(target, taken, gated=parts[0][0].endswith("gate_proj"))
+
+    def stacked(*parts: _Part, by: MatrixLayout = matrices) -> Tensor:
         """One kind of weight over all layers; several parts are fused along their rows."""
-        stack = torch.empty((layers, *_fused(parts)), dtype=runtime.dtype)
+        stack = by.allocate((layers, *_fused(parts)), runtime.dtype)
         for layer, target in enumerate(stack):
-            filled(target, f"layers.{layer}", parts)
+            filled(target, f"layers.{layer}", parts, by)
         return exporter(stack)
 
     def stacked_experts(*parts: _Part) -> Tensor:
         """The same over all layers and the experts of each."""
-        stack = torch.empty((layers, experts, *_fused(parts)), dtype=runtime.dtype)
+        stack = matrices.allocate((layers, experts, *_fused(parts)), runtime.dtype)
         for layer, targets in enumerate(stack):
             for expert, target in enumerate(targets):
-                filled(target, f"layers.{layer}.mlp.experts.{expert}", parts)
+                filled(target, f"layers.{layer}.mlp.experts.{expert}", parts, matrices)
         return exporter(stack)
 
-    def single(name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = torch.empty(shape, dtype=runtime.dtype)
-        tensor.copy_(source.take(name, shape))
+    def single(name: str, shape: tuple[int, ...], by: MatrixLayout = matrices) -> Tensor:
+        tensor = by.allocate(shape, runtime.dtype)
+        by.fill(tensor, [source.take(name, shape)], gated=False)
         return exporter(tensor)
 
     def feed_forward() -> dict[str, Tensor]:
@@ -155,18 +187,18 @@ def prepare(
     cos, sin = rope_tables(config, runtime.max_seq_len)
     weights = PreparedWeights(
         embed=embed,
-        input_norm=stacked(("input_layernorm", (hidden,))),
+        input_norm=stacked(("input_layernorm", (hidden,)), by=plain),
         wqkv=stacked(
             ("self_attn.q_proj", (q_rows, hidden)),
             ("self_attn.k_proj", (kv_rows, hidden)),
             ("self_attn.v_proj", (kv_rows, hidden)),
         ),
-        q_norm=stacked(("self_attn.q_norm", (head,))),
-        k_norm=stacked(("self_attn.k_norm", (head,))),
+        q_norm=stacked(("self_attn.q_norm", (head,)), by=plain),
+        k_norm=stacked(("self_attn.k_norm", (head,)), by=plain),
         wo=stacked(("self_attn.o_proj", (hidden, q_rows))),
-        post_norm=stacked(("post_attention_layernorm", (hidden,))),
+        post_norm=stacked(("post_attention_layernorm", (hidden,)), by=plain),
         **feed_forward(),
-        final_norm=single(f"{prefix}norm.weight", (hidden,)),
+        final_norm=single(f"{prefix}norm.weight", (hidden,), plain),
         lm_head=lm_head,
         rope_cos=exporter(cos),
         rope_sin=exporter(sin),

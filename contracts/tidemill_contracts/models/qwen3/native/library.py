@@ -1,0 +1,191 @@
+"""Builds the C++ library once per machine, and loads it.
+
+It lies in a cache folder under a hash of everything that shaped it: the sources, the compiler, its
+options and the machine's instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from tidemill_contracts.models.errors import ModelError
+
+SOURCES = ("qwen3.cpp", "team.h", "tiles.h", "vectors.h")
+OPTIONS = (
+    "-std=c++20", "-O3", "-mprefer-vector-width=512", "-shared", "-fPIC", "-pthread", "-Wno-psabi",
+)  # fmt: skip
+MATRIX_UNIT = ("amx_tile", "amx_bf16")
+"""Names of /proc/cpuinfo."""
+BUILD_SECONDS = 300
+
+
+class NoLibrary(ModelError):
+    """The library cannot be built or loaded here; the message says why."""
+
+
+class ModelArgs(ctypes.Structure):
+    """`Model` in qwen3.cpp."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "layers", "hidden", "q_heads", "kv_heads", "head_dim", "inner", "vocabulary",
+                "page_size", "pages", "places",
+            )
+        ),
+        ("eps", ctypes.c_float),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "embed", "input_norm", "wqkv", "q_norm", "k_norm", "wo", "post_norm", "w_gate_up",
+                "w_down", "final_norm", "lm_head", "rope_cos", "rope_sin", "k_cache", "v_cache",
+            )
+        ),
+    )  # fmt: skip
+
+
+class BatchArgs(ctypes.Structure):
+    """`Batch` in qwen3.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("tokens", "rows", "table_width", "outputs")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "ids", "slots", "seq_lens", "lens", "offsets", "table", "output_tokens", "logits",
+            )
+        ),
+    )  # fmt: skip
+
+
+class Library:
+    """The functions of a loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NoLibrary(f"{path} cannot be loaded: {error}") from error
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._open = library.tidemill_open
+        self._open.argtypes, self._open.restype = [ctypes.c_int], pointer
+        self._step = library.tidemill_step
+        self._step.argtypes, self._step.restype = [pointer, pointer, pointer], ctypes.c_int
+        self._pack = library.tidemill_pack
+        self._pack.argtypes, self._pack.restype = [pointer, pointer, *[number] * 4], None
+        self._engines: dict[int, int] = {}
+
+    def engine(self, threads: int) -> int:
+        """Threads and scratch memory; one set for each number of threads, kept while the process
+        lives. Raises `NoLibrary` where the system does not let the process use the matrix unit."""
+        if threads not in self._engines:
+            engine = self._open(threads)
+            if not engine:
+                raise NoLibrary("the system refuses this process the matrix unit")
+            self._engines[threads] = engine
+        return self._engines[threads]
+
+    def step(self, engine: int, model: ModelArgs, batch: BatchArgs) -> bool:
+        """False where the batch points outside the model or the cache; then nothing was run."""
+        return not self._step(engine, ctypes.byref(model), ctypes.byref(batch))
+
+    def pack(
+        self, source: int, target: int, columns: int, depth: int, group: int, stride: int
+    ) -> None:
+        self._pack(source, target, columns, depth, group, stride)
+
+
+@cache
+def library(architecture: str = "native") -> Library:
+    """Built where it is not there yet. Raises `NoLibrary`.
+
+    `architecture` is the compiler's ``-march``: without a matrix unit in it, products run in
+    plain loops that only serve tests.
+    """
+    if architecture == "native":
+        _require_matrix_unit()
+    compiler = find_compiler()
+    if compiler is None:
+        raise NoLibrary("no C++ compiler is installed (g++, clang++, or what CXX names)")
+    options = (*OPTIONS, f"-march={architecture}")
+    target = _cache_folder() / f"qwen3-{_key(compiler, options)}.so"
+    if not target.exists():
+        _build(compiler, options, target)
+    return Library(target)
+
+
+def find_compiler() -> str | None:
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def unavailable() -> str | None:
+    """Why there is no library here; ``None`` where there is one."""
+    try:
+        library()
+    except NoLibrary as error:
+        return str(error)
+    return None
+
+
+def _require_matrix_unit() -> None:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise NoLibrary("it needs Linux on x86-64")
+    missing = [name for name in MATRIX_UNIT if name not in _cpu_flags()]
+    if missing:
+        raise NoLibrary(f"the CPU has no {' and no '.join(missing)}")
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "tidemill"
+
+
+def _key(compiler: str, options: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NoLibrary(f"the compiler {compiler} does not run: {error}") from error
+    digest.update(version + "\0".join((*options, *sorted(_cpu_flags()))).encode())
+    for name in SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _build(compiler: str, options: tuple[str, ...], target: Path) -> None:
+    """Through a file of its own, so that workers that start together do not meet."""
+    source = Path(__file__).parent / SOURCES[0]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            built = Path(folder) / target.name
+            done = subprocess.run(
+                [compiler, *options, str(source), "-o", str(built)],
+                capture_output=True,
+                text=True,
+                timeout=BUILD_SECONDS,
+            )
+            if done.returncode:
+                lines = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
+                said = next((line for line in lines if "error" in line), lines[-1])
+                raise NoLibrary(f"{compiler} cannot build it: {said}")
+            built.replace(target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoLibrary(f"it cannot be built into {target.parent}: {error}") from error
