@@ -1,0 +1,39 @@
+"""The prompts that engines are compared on: token ids drawn from a seed, greedy, EOS ignored.
+
+W1 is a mixed batch file, W2 a ragged one with short prompts and long answers, D1, D8 and D32 are
+decode of 1, 8 and 32 rows, P is prefill.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+NAMES = ("W1", "W2", "D1", "D8", "D32", "P")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt: list[int]
+    new_tokens: int
+
+
+def workload(name: str) -> list[Request]:
+    """Raises `KeyError` where there is no workload of that name."""
+    if name == "W1":
+        rng = random.Random(0)
+        return [Request(_tokens(rng, rng.randint(32, 512)), 64) for _ in range(64)]
+    if name == "W2":
+        rng = random.Random(1)
+        return [Request(_tokens(rng, rng.randint(16, 128)), rng.randint(8, 256)) for _ in range(64)]
+    if name == "P":
+        rng = random.Random(2)
+        return [Request(_tokens(rng, 512), 1) for _ in range(16)]
+    rows = {"D1": 1, "D8": 8, "D32": 32}[name]
+    rng = random.Random(100 + rows)
+    return [Request(_tokens(rng, 128), 64) for _ in range(rows)]
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    """Below the special tokens of Qwen3's vocabulary."""
+    return [rng.randrange(1000, 151_000) for _ in range(count)]
