@@ -2,8 +2,8 @@
 
     python benchmarks/sampling.py [--rows 32]
 
-Times the sampler on random logits for rows of one kind and for all kinds mixed, and prints one
-JSON line each: median in ms over the rounds, and the spread.
+Times the check for NaN and the sampler on random logits, for rows of one kind and for all kinds
+mixed, and prints one JSON line each: median in ms over the rounds, and the spread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import click
 import torch
 
 from tidemill_worker.engine.row import Row, RowSampling
-from tidemill_worker.engine.sampler import sample
+from tidemill_worker.engine.sampler import finite_rows, sample
 
 VOCABULARY = 151_936
 KINDS: dict[str, dict[str, Any]] = {
@@ -48,6 +48,7 @@ def measure(name: str, rows: list[Row], logits: torch.Tensor, rounds: int) -> No
     for _ in range(rounds):
         scratch = logits.clone()
         started = time.perf_counter()
+        finite_rows(scratch)
         sample(scratch, rows)
         times.append((time.perf_counter() - started) * 1000)
     median = statistics.median(times)

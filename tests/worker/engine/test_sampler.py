@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 from tests.worker.engine.conftest import make_row
 from tidemill_worker.engine import sampler
 from tidemill_worker.engine.adjust import adjust
+from tidemill_worker.engine.logit_blocks import LogitBlocks
 from tidemill_worker.engine.row import Row, RowSampling
 
 
@@ -37,19 +38,23 @@ def _tokens(logits: torch.Tensor, rows: list[Row]) -> list[int]:
     return [sampled.token_id for sampled in sampler.sample(logits.clone(), rows)]
 
 
-def _probabilities(logits: torch.Tensor, sampling: list[RowSampling]) -> torch.Tensor:
-    """``[rows, vocabulary]`` after every filter."""
-    width = min(64, logits.shape[1])
-    weights, ids = sampler.filtered(logits, sampling, width)
-    wider = sampler.filtered(logits, sampling, logits.shape[1])
-    torch.testing.assert_close(
-        torch.zeros_like(logits).scatter(1, ids, weights),
-        torch.zeros_like(logits).scatter(1, wider[1], wider[0]),
-        atol=0,
-        rtol=0,
-    )
-    whole = torch.zeros_like(logits).scatter(1, ids, weights)
-    return whole / whole.sum(dim=1, keepdim=True)
+def _probabilities(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    """``[rows, vocabulary]`` after every filter, which must be the same at every width that
+    settles the row."""
+    blocks = LogitBlocks.of(logits)
+    lines = list(range(len(rows)))
+    mass = sampler._mass(blocks, rows, lines)
+    left: list[torch.Tensor | None] = [None] * len(rows)
+    for width in (8, 64, 1024, blocks.vocabulary):
+        found = sampler.filtered(blocks, lines, rows, mass, width)
+        whole = torch.zeros(len(rows), blocks.vocabulary).scatter(1, found.ids, found.weights)
+        for line in found.settled.nonzero()[:, 0].tolist():
+            earlier = left[line]
+            left[line] = whole[line]
+            assert earlier is None or torch.equal(earlier, whole[line])
+    weights = torch.stack([line for line in left if line is not None])
+    assert not weights[:, logits.shape[1] :].any(), "what fills the last block is no token"
+    return (weights / weights.sum(dim=1, keepdim=True))[:, : logits.shape[1]]
 
 
 def test_temperature_zero_and_top_k_one_take_the_largest() -> None:
@@ -73,8 +78,8 @@ def test_the_filtered_distribution_is_that_of_transformers(
         reference = TopPLogitsWarper(top_p)(None, reference)
     expected = reference.softmax(dim=1)
 
-    sampling = [_row(temperature=temperature, top_k=top_k, top_p=top_p).sampling] * 4
-    torch.testing.assert_close(_probabilities(logits, sampling), expected, atol=1e-6, rtol=1e-4)
+    rows = [_row(temperature=temperature, top_k=top_k, top_p=top_p)] * 4
+    torch.testing.assert_close(_probabilities(logits, rows), expected, atol=1e-6, rtol=1e-4)
 
 
 def test_rows_of_one_batch_are_filtered_each_by_its_own_options() -> None:
@@ -86,38 +91,38 @@ def test_rows_of_one_batch_are_filtered_each_by_its_own_options() -> None:
         {"temperature": 2.0, "top_k": 50, "top_p": 0.9},
         {"top_k": 10**9},
     ]
-    samplings = [_row(**o).sampling for o in options]  # type: ignore[arg-type]
-    together = _probabilities(logits, samplings)
-    for i, sampling in enumerate(samplings):
-        alone = _probabilities(logits[i : i + 1], [sampling])[0]
+    rows = [_row(**o) for o in options]  # type: ignore[arg-type]
+    together = _probabilities(logits, rows)
+    for i, row in enumerate(rows):
+        alone = _probabilities(logits[i : i + 1], [row])[0]
         torch.testing.assert_close(together[i], alone, atol=0, rtol=0)
 
 
-def test_a_row_that_needs_no_second_look_is_filtered_alike_with_one_that_does() -> None:
+def test_a_row_that_settles_early_is_filtered_alike_with_one_that_does_not() -> None:
     """Top-p is a share of what min-p leaves, also where min-p ends beyond the first candidates."""
     logits = _logits(2, 4_000)
-    samplings = [
-        _row(top_p=0.8, min_p=1e-4, temperature=1.0).sampling,
-        _row(top_p=0.999, temperature=5.0).sampling,
-    ]
-    width = 300
-    weights, ids = sampler.filtered(logits[:1], samplings[:1], width)
-    assert ids.shape[1] == width, "alone it is settled at once"
-    both, all_ids = sampler.filtered(logits, samplings, width)
-    assert all_ids.shape[1] == 4_000, "its neighbour is not"
-    alone = torch.zeros(1, 4_000).scatter(1, ids, weights)
-    assert torch.equal(both[:1], alone)
-    assert torch.equal(_probabilities(logits, samplings)[0], (alone / alone.sum())[0])
+    rows = [_row(top_p=0.8, min_p=1e-4), _row(top_p=0.999, temperature=5.0)]
+    blocks = LogitBlocks.of(logits)
+    mass = sampler._mass(blocks, rows, [0, 1])
+    assert sampler.filtered(blocks, [0, 1], rows, mass, 300).settled.tolist() == [True, False]
+    alone = _probabilities(logits[:1], rows[:1])
+    assert torch.equal(_probabilities(logits, rows)[:1], alone)
+    assert (
+        (alone > 0).sum() < 300 < (logits[0].softmax(0) > 1e-4 * logits[0].softmax(0).max()).sum()
+    )
 
 
-def test_the_sum_of_a_row_does_not_depend_on_how_many_there_are() -> None:
-    values = _logits(3, 151_936).exp()
+def test_the_mass_of_a_row_does_not_depend_on_how_many_there_are() -> None:
+    # torch shares one long sum out among threads, but not two.
+    logits = _logits(3, 151_936)
+    rows = [_row(top_p=0.9, temperature=2.0)] * 3
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        together = sampler._line_sums(values)
+        together = sampler._mass(LogitBlocks.of(logits), rows, [0, 1, 2])
         for line in range(3):
-            assert torch.equal(sampler._line_sums(values[line : line + 1])[0], together[line])
+            alone = sampler._mass(LogitBlocks.of(logits[line : line + 1]), rows[:1], [0])
+            assert torch.equal(alone[0], together[line])
     finally:
         torch.set_num_threads(threads)
 
@@ -125,8 +130,7 @@ def test_the_sum_of_a_row_does_not_depend_on_how_many_there_are() -> None:
 def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     logits = torch.zeros(1, 3_000)
     logits[0, 5] = 4.0
-    sampling = [_row(top_k=10).sampling]
-    assert (_probabilities(logits, sampling) > 0).all()
+    assert (_probabilities(logits, [_row(top_k=10)]) > 0).all()
 
 
 def test_a_seeded_row_draws_the_same_whatever_its_neighbours() -> None:
@@ -167,11 +171,83 @@ def test_nan_and_infinite_rows_are_found() -> None:
     logits[2, 4] = torch.inf
     logits[4, 0] = -torch.inf
     assert sampler.finite_rows(logits) == [True, False, False, True, False]
+    logits[3] = 3e38
+    assert sampler.finite_rows(logits) == [True, False, False, True, False], "only the sum is not"
 
 
-def test_an_extreme_temperature_does_not_overflow() -> None:
-    logits = torch.tensor([[1e4, -1e4, 9_999.0]])
-    assert _tokens(logits, [_row(temperature=1e-4)]) == [0]
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-38, 1e-4, 10])
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 2, "top_p": 0.5}]
+)
+def test_a_temperature_near_zero_draws_no_token_that_does_not_exist(
+    temperature: float, filters: dict[str, Any]
+) -> None:
+    # float32 takes 1e-46 for 0, and 0 / 0 is NaN.
+    logits = torch.tensor([[1e4, -1e4, 9_900.0]])
+    assert _tokens(logits, [_row(temperature=temperature, **filters)]) == [0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_repetition_penalty_near_zero_draws_no_token_that_does_not_exist(
+    temperature: float,
+) -> None:
+    # It makes the logits of seen tokens infinite, and inf - inf is NaN.
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    row = _row(temperature=temperature, repetition_penalty=1e-44)
+    assert row.token_ids == [1, 2]
+    assert _tokens(logits, [row])[0] in (1, 2)
+
+
+def test_no_option_is_spoilt_by_a_whole_number_for_a_fraction() -> None:
+    logits = _logits(3, 300)
+    whole = [_row(temperature=1, min_p=0, top_p=1), _row(temperature=2, top_p=1, top_k=9)]
+    whole.append(_row(temperature=1, repetition_penalty=2, presence_penalty=1, min_p=1))
+    parts = [_row(temperature=1.0, min_p=0.0, top_p=1.0), _row(temperature=2.0, top_k=9)]
+    parts.append(_row(repetition_penalty=2.0, presence_penalty=1.0, min_p=1.0))
+    assert _tokens(logits, whole) == _tokens(logits, parts)
+
+
+def test_a_top_k_over_the_vocabulary_or_of_zero_beside_others_kills_nobody() -> None:
+    logits = _logits(7, 151_936)
+    rows = [_row(seed=n, top_k=k) for n, k in enumerate((0, 1, 64, 151_936, 10**9, 20, 151_937))]
+    drawn = _tokens(logits, rows)
+    assert drawn == [_tokens(logits[n : n + 1], [row])[0] for n, row in enumerate(rows)]
+    assert drawn[1] == int(logits[1].argmax())
+    # Limits beyond the vocabulary are none.
+    for n in (3, 4, 6):
+        assert _tokens(logits[n : n + 1], [_row(seed=n)]) == [drawn[n]]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 2_049])
+def test_no_token_is_drawn_from_what_fills_the_last_block(vocabulary: int) -> None:
+    logits = torch.full((60, vocabulary), -1e4)
+    options: list[dict[str, Any]] = [{}, {"top_k": 10**6}, {"top_p": 0.999}, {"min_p": 1e-9}]
+    rows = [_row(seed=n, temperature=5.0, **options[n % 4]) for n in range(60)]
+    assert max(_tokens(logits, rows)) < vocabulary
+
+
+def test_ten_thousand_hot_draws_from_a_padded_head_are_in_the_vocabulary() -> None:
+    # As the runner does it: the head is wider than the vocabulary, and its pad rows are garbage.
+    head = torch.randn(100, 640, generator=torch.Generator().manual_seed(4))
+    head[:, 600:] = 1e3
+    drawn: list[int] = []
+    for start in range(0, 10_000, 100):
+        rows = [_row(seed=start + n, temperature=5.0) for n in range(100)]
+        drawn += _tokens(head[:, :600], rows)
+    assert max(drawn) < 600
+    assert len(set(drawn)) > 500
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.6}, {"top_k": 900}])
+def test_draws_from_many_blocks_follow_the_distribution(filters: dict[str, Any]) -> None:
+    logits = _logits(1, 2_000) / 3
+    count = 4_000
+    rows = [_row(seed=n, **filters) for n in range(count)]
+    drawn = torch.bincount(torch.tensor(_tokens(logits.expand(count, -1), rows)), minlength=2_000)
+    expected = _probabilities(logits, rows[:1])[0]
+    assert not drawn[expected == 0].any()
+    found = (drawn / count).view(40, 50).sum(dim=1)
+    torch.testing.assert_close(found, expected.view(40, 50).sum(dim=1), atol=0.02, rtol=0.0)
 
 
 @pytest.mark.parametrize("min_p", [0.001, 0.1, 0.5, 1.0])
@@ -179,15 +255,15 @@ def test_an_extreme_temperature_does_not_overflow() -> None:
 def test_min_p_leaves_what_transformers_leaves(min_p: float, vocabulary: int) -> None:
     logits = _logits(4, vocabulary)
     expected = MinPLogitsWarper(min_p)(None, logits).softmax(dim=1)
-    sampling = [_row(min_p=min_p).sampling] * 4
-    torch.testing.assert_close(_probabilities(logits, sampling), expected, atol=1e-6, rtol=1e-4)
+    found = _probabilities(logits, [_row(min_p=min_p)] * 4)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
 
 def test_min_p_then_top_k_then_top_p() -> None:
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0]])
     # min_p 0.04 leaves four tokens, top_k three of them; these hold 67%, 24% and 9%.
-    sampling = [_row(min_p=0.04, top_k=3, top_p=0.9).sampling]
-    kept = (_probabilities(logits, sampling) > 0)[0].tolist()
+    row = _row(min_p=0.04, top_k=3, top_p=0.9)
+    kept = (_probabilities(logits, [row]) > 0)[0].tolist()
     assert kept == [True, True, False, False, False]
 
 

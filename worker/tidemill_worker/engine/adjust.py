@@ -16,19 +16,6 @@ from tidemill_worker.engine.grammar import constrain
 from tidemill_worker.engine.row import Row
 
 
-def adjusts(row: Row) -> bool:
-    """Whether the row's logits are changed at all in this step."""
-    sampling = row.sampling
-    return bool(
-        sampling.penalises
-        or sampling.logit_bias
-        or sampling.allowed_token_ids
-        or sampling.bad_words
-        or row.grammar is not None
-        or (row.generated < row.min_tokens and row.end_token_ids)
-    )
-
-
 def adjust(logits: Tensor, rows: Sequence[Row]) -> None:
     """Changes float32 logits ``[rows, vocabulary]`` in place, as each row's job asks.
 
@@ -58,7 +45,9 @@ def _repeat(logits: Tensor, rows: Sequence[Row]) -> None:
     at = _places(logits, lines, ids)
     strength = torch.tensor(strengths, device=logits.device)
     values = logits[at]
-    logits[at] = torch.where(values > 0, values / strength, values * strength)
+    # A small penalty may make a logit infinite, and then no other has a distance from it.
+    largest = torch.finfo(logits.dtype).max
+    logits[at] = torch.where(values > 0, values / strength, values * strength).clamp_(max=largest)
 
 
 def _penalties(row: Row) -> Iterator[tuple[int, float]]:

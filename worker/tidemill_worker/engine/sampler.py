@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,12 +17,14 @@ import torch
 from torch import Tensor
 
 from tidemill_contracts.wire import TokenLogprobs
-from tidemill_worker.engine.adjust import adjust, adjusts
+from tidemill_worker.engine.adjust import adjust
+from tidemill_worker.engine.logit_blocks import BLOCK, LogitBlocks
 from tidemill_worker.engine.logprobs import token_logprobs
 from tidemill_worker.engine.row import Row, RowSampling
 
-_FEW_CANDIDATES, _MANY_CANDIDATES = 64, 1024
-"""Tokens that a filter looks at before it sorts the whole vocabulary: few for a small top-k."""
+_WIDTHS = (64, 256, 1024)
+"""How many of the likeliest tokens a filter looks at before it sorts the whole vocabulary. A width
+only saves time: what a row draws does not depend on it."""
 
 
 def uniform(seed: int, index: int) -> float:
@@ -38,8 +39,12 @@ def uniform(seed: int, index: int) -> float:
 
 def finite_rows(logits: Tensor) -> list[bool]:
     """Which rows of ``[rows, vocabulary]`` hold neither NaN nor infinity."""
-    # A sum is NaN or infinite whenever one of its terms is, and reads the logits just once.
-    return torch.isfinite(logits.sum(dim=1, dtype=torch.float64)).tolist()
+    # A sum is NaN or infinite whenever one of its terms is, and it is quickly taken.
+    finite = torch.isfinite(logits.sum(dim=1))
+    if not bool(finite.all()):
+        # It is infinite as well where large terms add up to more than float32 holds.
+        finite = torch.isfinite(logits).all(dim=1)
+    return finite.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +67,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
     told = [index for index, row in enumerate(rows) if row.sampling.wants_logprobs]
     # Of the model itself: before the job's penalties, biases, temperature and filters.
     log_probabilities = logits[told].log_softmax(dim=1) if told else None
-    changed = [index for index, row in enumerate(rows) if adjusts(row)]
-    if changed:
-        adjusted = logits[changed]
-        adjust(adjusted, [rows[index] for index in changed])
-        logits[changed] = adjusted
+    adjust(logits, rows)
     tokens = [
         token if row.thinking is None else row.thinking.settle(token)
         for token, row in zip(_choose(logits, rows), rows, strict=True)
@@ -88,112 +89,154 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
 
 
 def _choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    best, likeliest = logits.max(dim=1)
+    blocks = LogitBlocks.of(logits)
+    largest, likeliest = blocks.argmax()
     tokens: list[int] = likeliest.tolist()
-    for index, value in enumerate(best.tolist()):
+    for line, value in enumerate(largest.tolist()):
         if value == -math.inf:
-            tokens[index] = -1
-    groups: dict[int | None, list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        if not row.sampling.greedy and tokens[index] >= 0:
-            groups[_width(row.sampling, logits.shape[1])].append(index)
-    for width, group in groups.items():
-        picked = _draw(logits[group], [rows[index] for index in group], width)
-        for index, token in zip(group, picked, strict=True):
-            tokens[index] = token
+            tokens[line] = -1
+    drawing = [i for i, row in enumerate(rows) if not row.sampling.greedy and tokens[i] >= 0]
+    free = [line for line in drawing if rows[line].sampling.unfiltered]
+    limited = [line for line in drawing if not rows[line].sampling.unfiltered]
+    for draw, lines in ((_draw, free), (_draw_filtered, limited)):
+        if lines:
+            for line, token in zip(lines, draw(blocks, rows, lines), strict=True):
+                tokens[line] = token
     return tokens
 
 
-def _width(sampling: RowSampling, vocabulary: int) -> int | None:
-    """How many of the likeliest tokens to look at first; ``None`` where nothing is filtered and
-    the whole vocabulary counts. A width only saves time: what is left does not depend on it."""
-    if sampling.unfiltered:
-        return None
-    few = 0 < sampling.top_k < _FEW_CANDIDATES
-    return min(_FEW_CANDIDATES if few else _MANY_CANDIDATES, vocabulary)
-
-
-def _draw(logits: Tensor, rows: Sequence[Row], width: int | None) -> list[int]:
-    """One draw for each row by inverse CDF, the tokens in the order of their ids."""
-    sampling = [row.sampling for row in rows]
-    if width is None:
-        weights, ids = _weights(logits, logits.amax(dim=1, keepdim=True), sampling), None
-    else:
-        weights, ids = filtered(logits, sampling, width)
-    # In float64: the sum of 150,000 float32 terms is not precise enough.
-    cumulative = weights.cumsum(dim=1, dtype=torch.float64)
-    draws = torch.tensor(
-        [[uniform(row.sampling.seed, row.generated)] for row in rows],
-        dtype=torch.float64,
-        device=logits.device,
-    )
-    chosen = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
-    picked = chosen if ids is None else ids.gather(1, chosen)
-    tokens: list[int] = picked[:, 0].tolist()
+def _draw(blocks: LogitBlocks, rows: Sequence[Row], lines: Sequence[int]) -> list[int]:
+    """One draw by inverse CDF for each of these rows, which no filter limits: first a block of
+    neighbouring tokens, then one of them."""
+    drawing = [rows[line] for line in lines]
+    weights = _weights(blocks.whole(lines), blocks.largest[lines], drawing)
+    # Within a block float32 is precise enough; for the sum of 150,000 terms it is not.
+    sums = weights.sum(dim=2).cumsum(dim=1, dtype=torch.float64)
+    goal = _uniforms(drawing, sums.device) * sums[:, -1:]
+    block = torch.searchsorted(sums, goal, right=True)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = weights[torch.arange(len(lines), device=block.device), block[:, 0]]
+    cumulative = inside.cumsum(dim=1, dtype=torch.float64)
+    # The block's sum is rounded in another way here, and the goal must stay below it.
+    goal = torch.minimum(goal - before, cumulative[:, -1:].nextafter(torch.zeros_like(goal)))
+    token = block * BLOCK + torch.searchsorted(cumulative, goal, right=True)
+    tokens: list[int] = token[:, 0].tolist()
     return tokens
 
 
-def _weights(logits: Tensor, largest: Tensor, sampling: Sequence[RowSampling]) -> Tensor:
-    """exp of the logits over the temperature, 1 for the largest: proportional to probability."""
-    temperature = torch.tensor([s.temperature for s in sampling], device=logits.device)
-    # Shifted before the division, so that no temperature can overflow.
-    return (logits - largest).div_(temperature[:, None]).exp_()
+def _draw_filtered(blocks: LogitBlocks, rows: Sequence[Row], lines: Sequence[int]) -> list[int]:
+    """One draw by inverse CDF for each of these rows, from what its filters leave."""
+    drawing = [rows[line] for line in lines]
+    mass = _mass(blocks, drawing, lines)
+    tokens = [-1] * len(lines)
+    waiting = list(range(len(lines)))
+    for width in (*_WIDTHS, blocks.vocabulary):
+        tried = [i for i in waiting if _may_settle(drawing[i].sampling, width, blocks.vocabulary)]
+        if not tried:
+            continue
+        trying = [drawing[i] for i in tried]
+        left = filtered(blocks, [lines[i] for i in tried], trying, mass[tried], width)
+        cumulative = left.weights.cumsum(dim=1, dtype=torch.float64)
+        goal = _uniforms(trying, cumulative.device) * cumulative[:, -1:]
+        picked = left.ids.gather(1, torch.searchsorted(cumulative, goal, right=True))
+        settled = left.settled.tolist()
+        for i, token, is_settled in zip(tried, picked[:, 0].tolist(), settled, strict=True):
+            if is_settled:
+                tokens[i] = token
+                waiting.remove(i)
+    return tokens
 
 
-def _line_sums(values: Tensor) -> Tensor:
-    """float64 [rows]: each row's sum, in the same order however many rows there are.
+def _may_settle(sampling: RowSampling, width: int, vocabulary: int) -> bool:
+    """Whether there is a point in looking at so few of the likeliest tokens."""
+    return width >= vocabulary or width > sampling.top_k or sampling.min_p > 0
 
-    torch splits one long sum among threads, but not two: a row alone is summed twice.
+
+def _uniforms(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """The random number behind each row's next token: float64 ``[rows, 1]``."""
+    numbers = [[uniform(row.sampling.seed, row.generated)] for row in rows]
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+def _weights(logits: Tensor, largest: Tensor, rows: Sequence[Row]) -> Tensor:
+    """exp of the logits over the temperature, 1 for the largest: proportional to probability.
+
+    `logits` is ``[rows, …]``; `largest` holds each row's largest among others: ``[rows, any]``.
     """
-    if len(values) == 1:
-        return values.expand(2, -1).sum(dim=1, dtype=torch.float64)[:1]
-    return values.sum(dim=1, dtype=torch.float64)
+    shape = (-1, *[1] * (logits.dim() - 1))
+    temperature = logits.new_tensor([row.sampling.temperature for row in rows])
+    # One that float32 takes for 0 leaves the largest alone, as the least that it can hold does.
+    temperature.clamp_(min=torch.finfo(torch.float32).tiny)
+    # Shifted before the division, so that no temperature can overflow.
+    shifted = logits - largest.amax(dim=1).view(shape)
+    return shifted.div_(temperature.view(shape)).exp_()
 
 
-def filtered(logits: Tensor, sampling: Sequence[RowSampling], width: int) -> tuple[Tensor, Tensor]:
-    """What min-p, then top-k, then top-p leave of each row.
+def _mass(blocks: LogitBlocks, rows: Sequence[Row], lines: Sequence[int]) -> Tensor:
+    """What top-p takes its share of in a row without a top-k: the sum of the weights that min-p
+    leaves, summed in one order whatever the width and the neighbours.
 
-    `logits` is float32 ``[rows, vocabulary]``; `width` of its likeliest tokens are looked at
-    first, and the whole vocabulary where these do not settle it. Returns weights
-    ``[rows, candidates]``, proportional to the probabilities and 0 where a token is filtered
-    out, and the candidates' ids int64 ``[rows, candidates]``, rising. Tokens that tie with the
+    float64 ``[rows]``, and NaN for the other rows, where the candidates tell.
+    """
+    device = blocks.largest.device
+    mass = torch.full((len(rows),), torch.nan, dtype=torch.float64, device=device)
+    shared = [i for i, row in enumerate(rows) if not row.sampling.top_k and row.sampling.top_p < 1]
+    if shared:
+        taken, sharing = [lines[i] for i in shared], [rows[i] for i in shared]
+        weights = _weights(blocks.whole(taken), blocks.largest[taken], sharing)
+        if any(row.sampling.min_p for row in sharing):
+            min_p = weights.new_tensor([row.sampling.min_p for row in sharing])
+            weights = torch.where(weights < min_p[:, None, None], 0.0, weights)
+        mass[shared] = weights.sum(dim=2).cumsum(dim=1, dtype=torch.float64)[:, -1]
+    return mass
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """What filters leave of some rows."""
+
+    weights: Tensor
+    """float32 ``[rows, candidates]``: proportional to the probabilities, 0 where a token is out."""
+    ids: Tensor
+    """The candidates, int64 ``[rows, candidates]``, rising."""
+    settled: Tensor
+    """bool ``[rows]``: whether all that is left is among the candidates."""
+
+
+def filtered(
+    blocks: LogitBlocks, lines: Sequence[int], rows: Sequence[Row], mass: Tensor, width: int
+) -> Filtered:
+    """What min-p, then top-k, then top-p leave of the rows at `lines`.
+
+    Looks at the `width` likeliest tokens; `mass` is as `_mass` gives it. Tokens that tie with the
     last one kept are kept too, so that what is left does not depend on how a sort breaks ties.
     """
-    vocabulary, device = logits.shape[1], logits.device
+    vocabulary, device = blocks.vocabulary, blocks.largest.device
+    width = min(width, vocabulary)
+    sampling = [row.sampling for row in rows]
     top_k = torch.tensor([s.top_k or vocabulary for s in sampling], device=device)
-    top_k.clamp_(max=vocabulary)
+    top_k = top_k.clamp_(max=vocabulary)[:, None]
     # A top-p of 1 leaves everything, whatever the last bit of a sum.
-    shares = [s.top_p if s.top_p < 1 else math.inf for s in sampling]
+    shares = [[s.top_p if s.top_p < 1 else math.inf] for s in sampling]
     top_p = torch.tensor(shares, dtype=torch.float64, device=device)
+    values, ids = blocks.likeliest(lines, width)
     # A share of the likeliest token's weight, which is 1.
-    min_p = torch.tensor([s.min_p for s in sampling], device=device)[:, None]
-    whole: Tensor | None = None
-    mass = torch.zeros(len(logits), dtype=torch.float64, device=device)
-    while True:
-        values, ids = logits.topk(width, dim=1)
-        weights = _weights(values, values[:, :1], sampling)
-        kth = weights.gather(1, (top_k.clamp(max=width) - 1)[:, None])
-        floor = torch.maximum(min_p, torch.where((top_k <= width)[:, None], kth, 0.0))
-        kept = torch.where(weights < floor, 0.0, weights.double())
-        cumulative = kept.cumsum(dim=1)
-        # Without a limit among the candidates, the whole vocabulary's mass counts. It is kept for
-        # the second look, where a sum in another order might differ in its last bit.
-        if whole is None:
-            limited = (top_k <= width) | (weights[:, -1] < floor[:, 0])
-            whole = ~limited & (top_k == vocabulary) & top_p.isfinite()
-            if bool(whole.any()):
-                everything = _weights(logits, values[:, :1], sampling)
-                mass = _line_sums(torch.where(everything < min_p, 0.0, everything))
-        total = torch.where(whole, mass, cumulative[:, -1])
-        # A token stays while the tokens before it have not reached top_p.
-        goal = (top_p * total)[:, None]
-        count = (cumulative - kept < goal).sum(dim=1, keepdim=True)
-        floor = torch.maximum(floor, weights.gather(1, count - 1))
-        # Everything that is kept lies strictly inside the candidates, and a top-k beyond them does
-        # not change what top-p is a share of; or they are all there is.
-        settled = (floor > weights[:, -1:]).all() and (limited | whole).all()
-        if width == vocabulary or bool(settled):
-            ids, order = ids.sort(dim=1)
-            weights = weights.gather(1, order)
-            return torch.where(weights >= floor, weights, 0.0), ids
-        width = vocabulary
+    min_p = values.new_tensor([[s.min_p] for s in sampling])
+    weights = _weights(values, values[:, :1], rows)
+    least = weights[:, -1:]
+    kth = weights.gather(1, top_k.clamp(max=width) - 1)
+    floor = torch.maximum(min_p, torch.where(top_k <= width, kth, 0.0))
+    kept = torch.where(weights < floor, 0.0, weights.double())
+    cumulative = kept.cumsum(dim=1)
+    mass = mass[:, None]
+    total = torch.where(mass.isnan(), cumulative[:, -1:], mass)
+    # What top-p takes its share of is known too once another limit lies among the candidates.
+    known = ~mass.isnan() | (top_k <= width) | (least < floor)
+    # A token stays while the tokens before it have not reached top_p.
+    count = (cumulative - kept < top_p * total).sum(dim=1, keepdim=True)
+    floor = torch.maximum(floor, weights.gather(1, count - 1))
+    # Tokens that tie with the last candidate may lie outside, unless they weigh nothing at all.
+    settled = (known & (floor > least)) | (least == 0) | (width == vocabulary)
+    ids, order = ids.sort(dim=1)
+    weights = weights.gather(1, order)
+    return Filtered(torch.where(weights >= floor, weights, 0.0), ids, settled[:, 0])
