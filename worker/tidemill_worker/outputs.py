@@ -193,6 +193,8 @@ def make_receipt(
 
 def _completion(job: GenerationJob, prompt: Prompt, row: Row) -> Completion:
     assert row.finish_reason is not None
+    # An end of sequence is no reason to tell of, unless the job has named it itself.
+    told = isinstance(row.stop_reason, str) or row.stop_reason in job.sampling.stop_token_ids
     text = row.text.finish() if row.text is not None else None
     fields: dict[str, Any] = {}
     if job.messages is not None and text is not None:
@@ -207,7 +209,7 @@ def _completion(job: GenerationJob, prompt: Prompt, row: Row) -> Completion:
         text=text,
         token_ids=list(row.output_token_ids),
         finish_reason=row.finish_reason,
-        stop_reason=row.stop_reason if isinstance(row.stop_reason, str) else None,
+        stop_reason=row.stop_reason if told else None,
         logprobs=row.logprobs if row.sampling.wants_logprobs else None,
         **fields,
     )

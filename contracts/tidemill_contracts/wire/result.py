@@ -73,7 +73,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The generated ids, the end-of-sequence token included where one ended the job."""
     finish_reason: FinishReason
     stop_reason: str | int | None = None
-    """The stop text, or the stop token's id, that ended the output."""
+    """The stop text, or the id among `stop_token_ids`, that ended the output."""
     reasoning: str | None = None
     """Of a chat: what the model thought, without the tags."""
     thinking_truncated: bool = False
