@@ -20,7 +20,6 @@ from tidemill_contracts.wire import (
     GenerationJob,
     GenerationResult,
     JobFailed,
-    RepetitionDetection,
     SamplingParams,
     convert_job,
 )
@@ -98,56 +97,6 @@ async def test_output_in_a_batch_is_output_alone(
         assert result.finish_reason == "length"
         assert result.usage.prompt_tokens == LENGTHS[i]
         assert result.usage.completion_tokens == 12
-
-
-def _mixed(seed: int = 3) -> list[GenerationJob]:
-    """32 ragged jobs with every sampling option in some of them."""
-    rng = random.Random(seed)
-    options: list[dict[str, object]] = [
-        {"temperature": 0},
-        {"temperature": 0, "repetition_penalty": 1.3},
-        {"temperature": 0, "frequency_penalty": 1.0, "presence_penalty": 0.5},
-        {"temperature": 1, "top_k": 20, "min_p": 0.05},
-        {"temperature": 2, "top_p": 0.8, "logit_bias": {3: 5.0, 9: -100.0}},
-        {"temperature": 1, "allowed_token_ids": list(range(50))},
-        {"temperature": 0, "min_tokens": 6, "ignore_eos": False, "stop_token_ids": [7, 8, 9]},
-        {"temperature": 1, "logprobs": 5, "logprob_token_ids": [1, 2]},
-        {"temperature": 0, "repetition_detection": RepetitionDetection(min_count=3)},
-        {"temperature": 1, "n": 3},
-    ]
-    return [
-        GenerationJob(
-            id=f"mixed-{i}",
-            prompt_token_ids=[rng.randrange(200) for _ in range(rng.randint(1, 70))],
-            sampling=SamplingParams(
-                **{"seed": i, "max_tokens": 10, "ignore_eos": True, **options[i % len(options)]}  # type: ignore[arg-type]
-            ),
-        )
-        for i in range(32)
-    ]
-
-
-def _what_counts(result: GenerationResult) -> dict[str, object]:
-    return {
-        name: getattr(result, name)
-        for name in ("token_ids", "finish_reason", "logprobs", "outputs", "sampling")
-    }
-
-
-async def test_32_rows_with_every_option_mixed_are_what_each_is_alone(tiny_model: Path) -> None:
-    jobs = _mixed()
-    async with batcher(tiny_model) as model:
-        alone = [await _generate(model, job) for job in jobs]
-    async with batcher(tiny_model, max_rows=16, max_step_tokens=48, kv_pages=60) as model:
-        together = await asyncio.gather(*(_generate(model, job) for job in jobs))
-    for job, one, other in zip(jobs, alone, together, strict=True):
-        first, second = _what_counts(one), _what_counts(other)
-        for name in ("token_ids", "finish_reason", "sampling"):
-            assert first[name] == second[name], (job.id, name)
-        assert [o.token_ids for o in one.outputs] == [o.token_ids for o in other.outputs]
-        for a, b in zip(one.logprobs or [], other.logprobs or [], strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
-            assert list(a.top) == list(b.top)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
