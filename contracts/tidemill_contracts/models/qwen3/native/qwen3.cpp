@@ -41,7 +41,7 @@ struct Batch {
 };
 
 constexpr int KEPT_BYTES = 1 << 20;  // of activations that stay in a core's L2 during a product
-constexpr int DEPTH_STEPS = 16;      // of a strip pair that stay in its L1: 2 · 16 KiB
+constexpr int DEPTH_STEPS = 32;      // of a strip pair that stay in its L2 while rows go by
 constexpr int AHEAD = 4;             // tiles that a strip is fetched ahead of its use
 constexpr int SPAN = 64;             // tokens of a chunk that attend in one piece of work
 constexpr int UNIT_STRIPS = 4;       // strips of a product in one piece of work
@@ -59,11 +59,23 @@ void fetch(const bf16* tile) {
         __builtin_prefetch(tile + line * tile::DEPTH, 0, 3);
 }
 
+// Weights that are needed soon, brought into the L2 a few lines at each step of a product.
+struct Coming {
+    const bf16* strips[2] = {nullptr, nullptr};
+    int lines = 0;  // of each strip at each step
+
+    void fetch(int step) const {
+        for (int i = 0; i < lines; ++i)
+            for (const bf16* strip : strips)
+                __builtin_prefetch(strip + (step * lines + i) * tile::DEPTH, 0, 2);
+    }
+};
+
 // R·S tiles of C, [16·R, 16·S] with `ld` floats from row to row, over `steps` tiles of depth;
-// added to what stands there where `add`.
-template <int R, int S>
+// added to what stands there where `add`. `Stream` where B comes from memory.
+template <int R, int S, bool Stream = true>
 void block(const bf16* a, std::int64_t a_next, const bf16* b, std::int64_t b_next, int steps,
-           float* c, std::int64_t ld, bool add) {
+           float* c, std::int64_t ld, bool add, Coming coming = {}) {
     auto each = [&]<int... I>(std::integer_sequence<int, I...>, auto work) {
         (work(std::integral_constant<int, I>{}), ...);
     };
@@ -78,11 +90,12 @@ void block(const bf16* a, std::int64_t a_next, const bf16* b, std::int64_t b_nex
             tile::zero<i>();
     });
     for (int k = 0; k < steps; ++k) {
+        if (!Stream) coming.fetch(k);
         each(rows, [&](auto r) { tile::load<4 + r>(a + r * a_next + k * tile::A_SIZE, 64); });
         each(strips, [&](auto s) {
             constexpr int B = R == 1 ? 5 + s % 3 : 6 + s % 2;
             const bf16* from = b + s * b_next + k * tile::A_SIZE;
-            fetch(from + AHEAD * tile::A_SIZE);
+            if (Stream) fetch(from + AHEAD * tile::A_SIZE);
             tile::load<B>(from, 64);
             each(rows, [&](auto r) { tile::multiply<r * S + s, 4 + r, B>(); });
         });
@@ -92,8 +105,8 @@ void block(const bf16* a, std::int64_t a_next, const bf16* b, std::int64_t b_nex
 
 // c[rows, 16·strips] = a · b, `c` having whole tiles of rows.
 void product(const bf16* a, int rows, int depth, const bf16* b, int strips, float* c, int ld) {
-    int steps = depth / tile::DEPTH, tiles = tiles_of(rows);
-    std::int64_t next = std::int64_t(steps) * tile::A_SIZE;
+    const int steps = depth / tile::DEPTH, tiles = tiles_of(rows);
+    const std::int64_t next = std::int64_t(steps) * tile::A_SIZE;
     if (tiles == 1) {
         int s = 0;
         for (; s + 4 <= strips; s += 4)
@@ -102,21 +115,34 @@ void product(const bf16* a, int rows, int depth, const bf16* b, int strips, floa
             block<1, 1>(a, 0, b + s * next, next, steps, c + s * tile::ROWS, ld, false);
         return;
     }
-    int most = tiles == 2 ? steps : DEPTH_STEPS;
+    const int most = tiles == 2 ? steps : DEPTH_STEPS;
     for (int s = 0; s < strips; s += 2)
-        for (int k = 0; k < steps; k += most)
+        for (int k = 0; k < steps; k += most) {
+            const bool two_strips = s + 1 < strips;
+            const bf16* from = b + s * next + k * tile::A_SIZE;
+            // While these are multiplied, the next ones are on their way: deeper, or of the strips
+            // that follow in memory, whoever takes them.
+            const bf16* soon = k + most < steps ? from + most * tile::A_SIZE : b + (s + 2) * next;
+            const int lines = (2 * tile::ROWS + tiles - 1) / tiles;
             for (int m = 0; m < tiles; m += 2) {
+                const Coming coming{{soon + m / 2 * most * lines * tile::DEPTH,
+                                     soon + next + m / 2 * most * lines * tile::DEPTH},
+                                    lines};
                 auto run = [&](auto kernel) {
-                    kernel(a + m * next + k * tile::A_SIZE, next, b + s * next + k * tile::A_SIZE,
-                           next, std::min(most, steps - k),
-                           c + std::int64_t(m) * tile::ROWS * ld + s * tile::ROWS, ld, k > 0);
+                    kernel(a + m * next + k * tile::A_SIZE, next, from, next,
+                           std::min(most, steps - k),
+                           c + std::int64_t(m) * tile::ROWS * ld + s * tile::ROWS, ld, k > 0,
+                           coming);
                 };
-                bool two_rows = m + 1 < tiles, two_strips = s + 1 < strips;
-                if (two_strips)
-                    two_rows ? run(block<2, 2>) : run(block<1, 2>);
+                const bool two_rows = m + 1 < tiles;
+                if (two_strips && two_rows)
+                    tiles == 2 ? run(block<2, 2>) : run(block<2, 2, false>);
+                else if (two_strips)
+                    run(block<1, 2>);
                 else
                     two_rows ? run(block<2, 1>) : run(block<1, 1>);
             }
+        }
 }
 
 // Root mean square norm (arXiv 1910.07467) of `size` floats into 32 values a call of `put(k, …)`.
