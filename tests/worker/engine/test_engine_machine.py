@@ -151,6 +151,12 @@ class EngineMachine(RuleBasedStateMachine):
     starved = 0
     limited = 0
 
+    @classmethod
+    def missed(cls) -> list[str]:
+        """What has never happened yet."""
+        kinds = ("reused", "preempted", "resumed", "pinned", "starved", "limited")
+        return [kind for kind in kinds if not getattr(cls, kind)]
+
     @initialize(
         pages=st.integers(18, 40),
         max_rows=st.integers(1, 6),
@@ -404,8 +410,11 @@ def quick(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("quick")
 def test_whatever_happens_every_invariant_holds_after_every_step() -> None:
-    # Hypothesis decides how many steps an example has.
-    while EngineMachine.steps < MIN_STEPS:
+    # Hypothesis decides how many steps an example has, and what happens in it: what is rare, such
+    # as a preemption in the middle of a prompt, is waited for a while.
+    while EngineMachine.steps < MIN_STEPS or (
+        EngineMachine.missed() and EngineMachine.steps < 4 * MIN_STEPS
+    ):
         run_state_machine_as_test(
             EngineMachine,
             settings=settings(
@@ -415,9 +424,4 @@ def test_whatever_happens_every_invariant_holds_after_every_step() -> None:
                 suppress_health_check=list(HealthCheck),
             ),
         )
-    assert EngineMachine.reused > 0
-    assert EngineMachine.preempted > 0
-    assert EngineMachine.resumed > 0
-    assert EngineMachine.pinned > 0
-    assert EngineMachine.starved > 0
-    assert EngineMachine.limited > 0
+    assert not EngineMachine.missed()
