@@ -15,7 +15,7 @@ demo: $(VENV)/.worker ## Install, then run 240 prompts through Redis, a worker a
 	$(BIN)/tidemill demo
 
 test: $(VENV)/.dev ## Install, then run the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.dev ## Lint, formatting and types
 	$(BIN)/ruff check $(SOURCES)
