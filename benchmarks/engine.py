@@ -27,7 +27,7 @@ import click
 import torch
 import workloads
 from ceilings import Ceilings
-from workloads import Request
+from workloads import Request, rounded
 
 from tidemill_contracts.models.runtime import RuntimeOptions
 from tidemill_worker.engine.engine import Engine
@@ -85,21 +85,6 @@ class Bench:
         taken = time.perf_counter() - started
         engine.stop()
         return taken
-
-    def measure(self, name: str) -> dict[str, Any]:
-        """One run of a workload."""
-        requests = workloads.workload(name)
-        new = sum(request.new_tokens for request in requests)
-        prompt = sum(len(request.prompt) for request in requests)
-        found: dict[str, Any] = {"workload": name}
-        if name.startswith("D"):
-            first = self.run([Request(request.prompt, 1) for request in requests])
-        found["wall_s"] = self.run(requests)
-        found["out_tok_s"] = new / found["wall_s"]
-        found["total_tok_s"] = (new + prompt) / found["wall_s"]
-        if name.startswith("D"):
-            found["step_ms"] = 1000 * (found["wall_s"] - first) / (requests[0].new_tokens - 1)
-        return found
 
     def limit_s(self, name: str, limits: Ceilings) -> float:
         """The least time that the machine allows: of a step for D, of the whole for the others."""
@@ -177,11 +162,11 @@ def main(
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(repeats):
         for name in names:
-            runs[name].append(found := bench.measure(name))
-            print(json.dumps(_rounded(found)), flush=True)
+            runs[name].append(found := workloads.measure(name, bench.run))
+            print(json.dumps(rounded(found)), flush=True)
         limits = limits.best(ceilings.measure(threads, 2))
     for name in names:
-        print(json.dumps(_rounded(_summary(bench, name, runs[name], limits))), flush=True)
+        print(json.dumps(rounded(_summary(bench, name, runs[name], limits))), flush=True)
 
 
 def _summary(
@@ -202,10 +187,6 @@ def _summary(
         "runs": len(runs),
         "versions": {name: metadata.version(name) for name in ("tidemill", "torch")},
     }
-
-
-def _rounded(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ decode of 1, 8 and 32 rows, P is prefill.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 NAMES = ("W1", "W2", "D1", "D8", "D32", "P")
 
@@ -32,6 +34,35 @@ def workload(name: str) -> list[Request]:
     rows = {"D1": 1, "D8": 8, "D32": 32}[name]
     rng = random.Random(100 + rows)
     return [Request(_tokens(rng, 128), 64) for _ in range(rows)]
+
+
+def measure(name: str, run: Callable[[Sequence[Request]], float]) -> dict[str, Any]:
+    """One run of a workload; `run` takes its requests all at once and answers with the seconds
+    until the last of them has ended.
+
+    The time of a decode step is that of the run less that of its first tokens alone, over the
+    tokens that follow.
+    """
+    requests = workload(name)
+    new = sum(request.new_tokens for request in requests)
+    prompt = sum(len(request.prompt) for request in requests)
+    decode = name.startswith("D")
+    first = run([Request(request.prompt, 1) for request in requests]) if decode else 0.0
+    taken = run(requests)
+    found = {
+        "workload": name,
+        "wall_s": taken,
+        "out_tok_s": new / taken,
+        "total_tok_s": (new + prompt) / taken,
+    }
+    if decode:
+        found["step_ms"] = 1000 * (taken - first) / (requests[0].new_tokens - 1)
+    return found
+
+
+def rounded(values: dict[str, Any]) -> dict[str, Any]:
+    """To print: figures of a run with three decimals."""
+    return {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:

@@ -1,0 +1,125 @@
+"""How the time of a decode step grows with its rows and with their context.
+
+    python benchmarks/growth.py out/qwen3-0.6b [--plot out/growth.png]
+
+Prints one JSON line a point: rows vary at one context, then the context varies at one number of
+rows. A step's time is that of a run less that of a run with its first tokens alone, over the
+tokens between. The plot needs matplotlib, which the project does not install.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from engine import Bench
+from workloads import Request, rounded
+
+from tidemill_contracts.models.runtime import RuntimeOptions
+
+PAGE_SIZE = 32
+
+
+def measure(bench: Bench, rows: int, context: int, steps: int, repeats: int) -> dict[str, Any]:
+    """`steps` decode steps around a mean context of `context` tokens."""
+    rng = random.Random(rows * 100_000 + context)
+    prompts = [
+        [rng.randrange(1000, 151_000) for _ in range(context - steps // 2)] for _ in range(rows)
+    ]
+    times = []
+    for _ in range(repeats):
+        first = bench.run([Request(prompt, 1) for prompt in prompts])
+        whole = bench.run([Request(prompt, 1 + steps) for prompt in prompts])
+        times.append(1000 * (whole - first) / steps)
+    middle = statistics.median(times)
+    return {
+        "rows": rows,
+        "context": context,
+        "step_ms": middle,
+        "spread": (max(times) - min(times)) / middle,
+        "runs": repeats,
+    }
+
+
+def plot(series: dict[str, list[dict[str, Any]]], target: Path) -> None:
+    """One panel for each of "rows" and "context"."""
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    figure, panels = pyplot.subplots(1, len(series), figsize=(10, 4), sharey=True)
+    for panel, (axis, points) in zip(panels, series.items(), strict=True):
+        panel.plot([p[axis] for p in points], [p["step_ms"] for p in points], marker="o")
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("rows" if axis == "rows" else "context, tokens")
+        panel.set_ylim(bottom=0)
+        panel.grid(visible=True, alpha=0.3)
+    panels[0].set_ylabel("decode step, ms")
+    figure.tight_layout()
+    figure.savefig(target)
+
+
+@click.command(help="Time decode steps of MODEL, a checkpoint directory.")
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--rows", multiple=True, default=(1, 2, 4, 8, 16, 32, 64), show_default=True)
+@click.option("--at-context", default=160, show_default=True, help="While the rows vary.")
+@click.option(
+    "--context", multiple=True, default=(128, 256, 512, 1024, 2048, 4096), show_default=True
+)
+@click.option("--at-rows", default=8, show_default=True, help="While the context varies.")
+@click.option("--steps", default=32, show_default=True)
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--threads", default=2, show_default=True)
+@click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--kernels", default="auto", type=click.Choice(["auto", "torch"]), show_default=True)
+@click.option("--plot", "target", type=click.Path(dir_okay=False, path_type=Path))
+def main(
+    model: Path,
+    rows: Sequence[int],
+    at_context: int,
+    context: Sequence[int],
+    at_rows: int,
+    steps: int,
+    repeats: int,
+    threads: int,
+    dtype: str,
+    kernels: Any,
+    target: Path | None,
+) -> None:
+    if min(at_context, *context) <= steps // 2:
+        raise click.BadParameter("every context must be longer than half the steps")
+    points = {
+        "rows": [(count, at_context) for count in rows],
+        "context": [(at_rows, length) for length in context],
+    }
+    both = points["rows"] + points["context"]
+    pages = max(count * -(-(length + steps) // PAGE_SIZE) for count, length in both)
+    torch.set_num_threads(threads)
+    options = RuntimeOptions(
+        dtype=dtype,
+        max_model_len=max(length for _, length in both) + steps,
+        max_rows=max(count for count, _ in both),
+        max_step_tokens=512,
+        kv_pages=pages,
+        page_size=PAGE_SIZE,
+        kernels=kernels,
+    )
+    bench = Bench(model, options, threads)
+    bench.run([Request([1], 1)])
+    series: dict[str, list[dict[str, Any]]] = {}
+    for axis, pairs in points.items():
+        series[axis] = []
+        for count, length in pairs:
+            found = rounded(measure(bench, count, length, steps, repeats))
+            series[axis].append(found)
+            print(json.dumps({"varied": axis, **found}), flush=True)
+    if target is not None:
+        plot(series, target)
+
+
+if __name__ == "__main__":
+    main()
