@@ -68,3 +68,17 @@ def test_a_comparison_goes_on_without_the_peer_that_fails(tiny: Path, tmp_path: 
     ratio = peer["runs"][0]["step_ms"] / ours["runs"][0]["step_ms"]
     (row,) = (line for line in done.stdout.splitlines() if line.startswith("| D1, ms a step |"))
     assert row.endswith(f"| {ratio:.2f} × (transformers) |")
+
+
+@pytest.mark.slow
+def test_growth_tells_of_every_point(tiny: Path) -> None:
+    done = run(
+        "benchmarks/growth.py", str(tiny), "--repeats", "1", "--threads", "1", "--steps", "8",
+        "--rows", "1", "--rows", "4", "--context", "40", "--at-context", "16", "--at-rows", "2",
+    )  # fmt: skip
+    points = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(point["varied"], point["rows"], point["context"]) for point in points] == [
+        ("rows", 1, 16),
+        ("rows", 4, 16),
+        ("context", 2, 40),
+    ]
