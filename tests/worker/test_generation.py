@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -337,6 +338,71 @@ async def test_a_prompt_of_megabytes_is_tokenised_while_the_event_loop_turns() -
         assert len((await encoding).token_ids) > 100_000
     # Tokenising takes seconds; where it holds the interpreter, a handful of turns get through.
     assert turns > 20
+
+
+@pytest.mark.parametrize("prompt_len", [1, 40, 63])
+async def test_a_context_exactly_full_runs_and_one_token_over_is_told_with_the_three_numbers(
+    tiny_model: Path, prompt_len: int
+) -> None:
+    room = 64 - prompt_len
+    async with batcher(tiny_model, max_model_len=64) as model:
+        full = await _generate(model, _asking([1] * prompt_len, room))
+        assert (len(full.token_ids), full.finish_reason) == (room, "length")
+        with pytest.raises(JobFailed) as caught:
+            await _generate(model, _asking([1] * prompt_len, room + 1))
+    assert caught.value.error.code == ErrorCode.PROMPT_TOO_LONG
+    for number in (prompt_len, room + 1, 64):
+        assert re.search(rf"\b{number}\b", caught.value.error.message), number
+
+
+async def test_a_job_too_long_among_others_is_one_error_and_loses_doubles_or_reorders_nobody(
+    tiny_model: Path,
+) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    jobs = [
+        GenerationJob(prompt_token_ids=prompt, sampling=sampling)
+        for prompt in ([5, 6], [1] * 64, [7, 8], [2] * 300, [9])
+    ]
+    async with batcher(tiny_model, max_model_len=64) as model:
+        alone = [(await _generate(model, job)).token_ids for job in jobs[::2]]
+        answers = await asyncio.gather(
+            *(_generate(model, job) for job in jobs), return_exceptions=True
+        )
+    assert [isinstance(answer, JobFailed) for answer in answers] == [False, True] * 2 + [False]
+    assert [a.token_ids for a in answers if isinstance(a, GenerationResult)] == alone
+
+
+async def test_extreme_options_in_one_batch_kill_neither_the_engine_nor_a_neighbour(
+    tiny_model: Path,
+) -> None:
+    extremes: list[dict[str, object]] = [
+        *({"top_k": top_k} for top_k in (-1, 0, 1, 511, 512, 513, 10**9)),
+        *({"logprobs": count} for count in (0, 1, 128)),
+        *({"temperature": value} for value in (1e-300, 1e-46, 1e-3, 10)),
+        *({"temperature": 1e-46, "top_k": top_k} for top_k in (0, 20)),
+        {"repetition_penalty": 1e-44},
+        {"min_p": 1},
+        {"top_p": 1e-300},
+    ]
+    jobs = [
+        GenerationJob(
+            id=f"{i}",
+            prompt_token_ids=[3, 4, i],
+            sampling=SamplingParams(
+                **{"temperature": 1, "seed": i, "max_tokens": 6, "ignore_eos": True, **options}  # type: ignore[arg-type]
+            ),
+        )
+        for i, options in enumerate(extremes)
+    ]
+    async with batcher(tiny_model) as model:
+        neighbour = _jobs()[1]
+        alone = await _generate(model, neighbour)
+        beside, *results = await asyncio.gather(
+            *(_generate(model, job) for job in (neighbour, *jobs))
+        )
+        assert model.crashed.done() is False
+    assert beside.token_ids == alone.token_ids
+    assert all(len(result.token_ids) == 6 and max(result.token_ids) < 512 for result in results)
 
 
 async def test_a_length_that_was_not_asked_for_is_what_there_is_room_for(
