@@ -108,6 +108,7 @@ class WriterRunner:
     """A runner whose logits favour what a writer writes next."""
 
     max_logit_rows = 1
+    decodes_along = False
 
     def __init__(self, following: Callable[[Sequence[int]], int]) -> None:
         self._following = following

@@ -49,6 +49,8 @@ class BoundStage:
         cache: KVCache,
     ) -> None:
         self.public_name = kernel.public_name
+        self.decodes_along = bool(getattr(compiled, "decodes_along", False))
+        """See `CompiledStage`."""
         self._build = kernel.runtime_args_builder
         self._compiled = compiled
         self._checker = checker

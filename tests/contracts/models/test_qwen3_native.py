@@ -160,6 +160,15 @@ class TestTheSameBits:
             length = len(row) - 3 + step
             assert torch.equal(native.prefill((native.row(), row[:length]))[0], decoded[step])
 
+    def test_decoded_beside_a_chunk(self, native: Driver) -> None:
+        row, other = self.ROWS[-1], self.ROWS[-2]
+        alone, along = native.row(), native.row()
+        for state in (alone, along):
+            native.prefill((state, row[:-1]))
+        assert native.compiled["prefill"].decodes_along
+        beside = native.prefill((native.row(), other), (along, row[-1:]))
+        assert torch.equal(beside[1], native.decode((alone, row[-1]))[0])
+
     def test_on_any_number_of_threads(self, native: Driver) -> None:
         one = forced(native, self.ROWS, chunk=64)
         torch.set_num_threads(3)

@@ -69,6 +69,7 @@ class FakeRunner:
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
         self.max_logit_rows = 8
+        self.decodes_along = False
         self.told: list[tuple[Row, int]] = []
         """Every row and place that `score` has told of."""
         self.raise_for: Callable[[Row], bool] = lambda row: False

@@ -381,3 +381,20 @@ def test_a_row_that_is_cancelled_while_it_tells_frees_its_pages() -> None:
     bench.engine._fail([row], JobError.of(ErrorCode.CANCELLED, "The job was cancelled"))
     assert bench.pool.free == bench.pool.total
     bench.run()
+
+
+@pytest.mark.parametrize("along", [True, False])
+def test_decode_rows_run_along_with_chunks_where_the_model_gains_by_it(along: bool) -> None:
+    bench = Bench(max_step_tokens=16)
+    bench.runner.decodes_along = along
+    calls: list[tuple[int, int]] = []
+    bench.runner.on_call = lambda rows, tokens: calls.append((rows, tokens))
+    first = bench.add(make_row([1, 2], 9, name="first"))
+    bench.engine.step()
+    second = bench.add(make_row(list(range(8)), 3, name="second"))
+    calls.clear()
+    bench.engine.step()
+    assert calls == ([(2, 9)] if along else [(1, 1), (1, 8)])
+    bench.run()
+    assert list(first.output_token_ids) == expected_tokens([1, 2], 9)
+    assert list(second.output_token_ids) == expected_tokens(list(range(8)), 3)

@@ -70,6 +70,7 @@ class StrictRunner:
         self.memory = self.least_memory = AMPLE
         """Tokens of the largest call that is possible."""
         self.max_logit_rows = max_logit_rows
+        self.decodes_along = False
         self.told: Counter[tuple[Row, int]] = Counter()
         """How often `score` has told of a place of a row."""
         self.tokens = np.full(slots, -1, np.int64)
@@ -162,6 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_rows=st.integers(1, 6),
         max_step_tokens=st.integers(1, 40),
         max_logit_rows=st.integers(1, 12),
+        decodes_along=st.booleans(),
         prefix_caching=st.sampled_from([True, True, True, False]),
         page_hash=st.sampled_from(HASHES),
         target_tpot_s=st.sampled_from([None, 0.002, 0.012, 0.03]),
@@ -172,6 +174,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_rows: int,
         max_step_tokens: int,
         max_logit_rows: int,
+        decodes_along: bool,
         prefix_caching: bool,
         page_hash: Callable[[object], int],
         target_tpot_s: float | None,
@@ -190,6 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.target_tpot_s = target_tpot_s
         self.runner = StrictRunner(self.scheduler, max_logit_rows, self.clock)
+        self.runner.decodes_along = decodes_along
         self.delivered: list[Row] = []
         self.engine = Engine(
             self.runner,

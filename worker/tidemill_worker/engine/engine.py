@@ -41,6 +41,10 @@ class Runner(Protocol):
     def max_logit_rows(self) -> int:
         """Most places that one call of `score` may tell of."""
 
+    @property
+    def decodes_along(self) -> bool:
+        """Whether decode rows are best run as chunks of one token where others are prefilled."""
+
     def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
         """Of each row's last known token."""
 
@@ -190,8 +194,12 @@ class Engine:
         self._troubled = False
         started = self._timer()
         with torch.inference_mode():
-            self._run_decode([Chunk(row, 1) for row in plan.decode])
-            self._run_chunks(plan.prefill)
+            decode = [Chunk(row, 1) for row in plan.decode]
+            if plan.prefill and self._runner.decodes_along:
+                self._run_chunks([*decode, *plan.prefill])
+            else:
+                self._run_decode(decode)
+                self._run_chunks(plan.prefill)
         if not self._troubled:
             self.scheduler.step_time.observe(plan.rows, plan.tokens, self._timer() - started)
             self._decode_limit.ease()

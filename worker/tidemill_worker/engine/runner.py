@@ -38,6 +38,7 @@ class ModelRunner:
         self.contract = model.contract
         self.runtime = model.runtime
         self.max_logit_rows = model.runtime.max_logit_rows
+        self.decodes_along = model.stages["prefill"].decodes_along
         self._width = model.contract.hooks.logits_width(model.config)
         rows = model.runtime.max_batch_size
         self._logits = torch.zeros((rows, self._width), device=model.runtime.device)

@@ -21,6 +21,9 @@ _WEIGHTS = (
 class NativeStage:
     """`CompiledStage` of a dense model: takes the stage's arguments as `abi` declares them."""
 
+    decodes_along = True
+    """The library knows no decode: a row of one token is one wherever it stands."""
+
     def __init__(self, library: Library, specs: Sequence[TensorArgSpec]) -> None:
         self._library = library
         self._names = [spec.name for spec in specs]
