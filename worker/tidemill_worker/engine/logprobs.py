@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tidemill_contracts.wire import TokenLogprobs
+from tidemill_worker.engine.logit_blocks import LogitBlocks
 
 
 def token_logprobs(
@@ -20,7 +21,8 @@ def token_logprobs(
     """
     device = log_probabilities.device
     own = log_probabilities.gather(1, torch.tensor(token_ids, device=device)[:, None])[:, 0]
-    values, ids = log_probabilities.topk(min(top, log_probabilities.shape[1]), dim=1)
+    places, vocabulary = log_probabilities.shape
+    values, ids = LogitBlocks.of(log_probabilities).likeliest(range(places), min(top, vocabulary))
     asked = log_probabilities[:, torch.tensor(listed, dtype=torch.long, device=device)]
     return [
         TokenLogprobs(
