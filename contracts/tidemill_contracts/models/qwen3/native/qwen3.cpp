@@ -245,8 +245,13 @@ class Engine {
                              place(m, batch, layer, first + i, unit, c + i * ld, k_cache, v_cache,
                                    own);
                      });
-            walk.share(int(spans_.size()) * m.kv_heads, [&](int piece) {
+            const int pieces = int(spans_.size()) * m.kv_heads;
+            walk.share(pieces, [&](int piece) {
+                // The one that this thread will most likely take next.
+                const int then = std::min(piece + team_.size(), pieces - 1);
                 attend(m, batch, spans_[piece / m.kv_heads], piece % m.kv_heads, k_cache, v_cache,
+                       chunk_of(m, batch, spans_[then / m.kv_heads].row, then % m.kv_heads, k_cache,
+                                0),
                        own);
             });
             const bf16* wo = m.wo + std::int64_t(layer) * hidden * q_size;
@@ -384,21 +389,27 @@ class Engine {
         }
     }
 
+    // 32 places of one head of a row, in K or in V: what one product over tokens takes.
+    static const bf16* chunk_of(const Model& m, const Batch& batch, int row, int kv_head,
+                                const bf16* cache, int index) {
+        const int place = index * 32;
+        const int page = batch.table[std::int64_t(row) * batch.table_width + place / m.page_size];
+        return cache + ((std::int64_t(page) * m.kv_heads + kv_head) * m.page_size +
+                        place % m.page_size) *
+                           m.head_dim;
+    }
+
     // Attention of a span's tokens over the places of their row, for the query heads that share
-    // one head of K and V. A tile holds as many tokens as fit with all their heads.
+    // one head of K and V. A tile holds as many tokens as fit with all their heads. Each chunk is
+    // fetched while the one before it is multiplied; `after` is what will be read next.
     void attend(const Model& m, const Batch& batch, Span span, int kv_head, const bf16* k_cache,
-                const bf16* v_cache, Scratch& own) {
+                const bf16* v_cache, const bf16* after, Scratch& own) {
         const int head = m.head_dim, group = m.q_heads / m.kv_heads, most = tile::ROWS / group;
         const int length = batch.lens[span.row], end = batch.seq_lens[span.row];
         const int start = end - length, packed = batch.offsets[span.row];
-        const std::int32_t* table = batch.table + std::int64_t(span.row) * batch.table_width;
-        // 32 places of one head, in K or in V: what one product over tokens takes.
         const int chunk = 32 * head;
         auto places = [&](const bf16* cache, int index) {
-            int place = index * 32, page = table[place / m.page_size];
-            return cache +
-                   (std::int64_t(page) * m.kv_heads + kv_head) * m.page_size * head +
-                   place % m.page_size / 32 * chunk;
+            return chunk_of(m, batch, span.row, kv_head, cache, index);
         };
         // Past the row's end lies what others left, perhaps NaN, which no zero would silence.
         const int last = end / 32, used = end % 32;
@@ -424,7 +435,8 @@ class Engine {
             float* scores = grown(own.scores, tile::ROWS * ld);
             for (int index = 0; index < chunks; ++index) {
                 const bf16* k = places(k_cache, index);
-                const bf16* next = places(k_cache, std::min(index + 1, chunks - 1));
+                const bf16* next =
+                    index + 1 < chunks ? places(k_cache, index + 1) : places(v_cache, 0);
                 tile::zero<0>();
                 tile::zero<1>();
                 for (int i = 0; i < head / tile::DEPTH; ++i, k += tile::A_SIZE) {
@@ -457,7 +469,9 @@ class Engine {
                 tile::zero<3>();
                 for (int index = 0; index < chunks; ++index) {
                     const bf16* v = value(index);
-                    const bf16* next = value(std::min(index + 1, chunks - 1));
+                    const bf16* next = index + 1 < chunks     ? value(index + 1)
+                                       : i + 4 < head / 16 ? value(0) + 4 * tile::A_SIZE
+                                                              : after;
                     tile::load<4>(weights + index * tile::A_SIZE, 64);
                     fetch(next);
                     fetch(next + tile::A_SIZE);
