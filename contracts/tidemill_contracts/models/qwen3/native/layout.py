@@ -10,7 +10,9 @@ tiles as they lie. Every tensor keeps its logical shape and its size in bytes.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -19,6 +21,9 @@ from tidemill_contracts.models.qwen3.native.library import Library
 
 STRIP, DEPTH, SPAN = 16, 32, 32
 """Columns of a strip, values that a tile is deep, tokens of a chunk of V."""
+
+PACKERS = min(8, os.cpu_count() or 1)
+"""Threads that pack a matrix while a model loads."""
 
 
 def tiled(weight: Tensor) -> Tensor:
@@ -79,11 +84,30 @@ class Tiled:
 
     def fill(self, target: Tensor, parts: Sequence[Tensor], *, gated: bool) -> None:
         depth = target.shape[1]
+        strip_bytes = STRIP * depth * target.itemsize
+        sources = [part.to(torch.bfloat16).contiguous() for part in parts]
+        work: list[tuple[int, int, int, int, int, int]] = []
         at = target.data_ptr()
-        for part in parts:
-            source = part.to(torch.bfloat16).contiguous()
+        for source in sources:
             strips = len(source) // STRIP
             group = DEPTH // STRIP if gated else strips
             stride = group * len(parts) if gated else group
-            self._library.pack(source.data_ptr(), at, len(source), depth, group, stride)
-            at += group * STRIP * depth * source.itemsize
+            # In pieces for the cores: the time is that of the memory, and of making it.
+            piece = -(-strips // (PACKERS * group)) * group if gated else -(-strips // PACKERS)
+            for first in range(0, strips, piece):
+                count = min(piece, strips - first)
+                place = first // group * stride if gated else first
+                work.append(
+                    (
+                        source.data_ptr() + first * strip_bytes,
+                        at + place * strip_bytes,
+                        count * STRIP,
+                        depth,
+                        group if gated else count,
+                        stride if gated else count,
+                    )
+                )
+            at += group * strip_bytes
+        with ThreadPoolExecutor(PACKERS) as pool:
+            for done in [pool.submit(self._library.pack, *piece) for piece in work]:
+                done.result()
