@@ -1,4 +1,4 @@
-"""A model small enough for every test that needs real kernels."""
+"""Models small enough for every test that needs real kernels."""
 
 from __future__ import annotations
 
@@ -28,4 +28,13 @@ def write_tiny_model(directory: Path, chat_template: str | None = None) -> Path:
     write_checkpoint(directory, config, tensors=tensors, tokenizer=tokenizer)
     if chat_template is not None:
         (directory / "chat_template.jinja").write_text(chat_template, "utf-8")
+    return directory
+
+
+def write_demo_model(directory: Path, chat_template: str) -> Path:
+    """The demo model with another chat template."""
+    directory.mkdir()
+    for file in DEMO.iterdir():
+        (directory / file.name).symlink_to(file)
+    (directory / "chat_template.jinja").write_text(chat_template, "utf-8")
     return directory

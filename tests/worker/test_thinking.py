@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import tidemill_worker
+from tests.tiny import DEMO, write_demo_model, write_tiny_model
 from tidemill_contracts.models.config import load_config
 from tidemill_contracts.wire import (
     ErrorCode,
@@ -36,7 +36,6 @@ from tidemill_worker.outputs import make_result, make_rows
 from tidemill_worker.settings import make_config
 from tidemill_worker.text import TextModel
 
-DEMO = Path(tidemill_worker.__file__).parent / "demo_model"
 VOCAB = 512
 ENDINGS = {
     "opened by the prompt": "<|im_start|>assistant\n<think>\n",
@@ -45,18 +44,8 @@ ENDINGS = {
 }
 
 
-def _model_dir(path: Path, ending: str, weights: Path | None = None) -> Path:
-    """A model with the demo model's tokenizer and a template whose prompts end so."""
-    path.mkdir()
-    for file in (weights or DEMO).iterdir():
-        (path / file.name).symlink_to(file)
-    config = json.loads((DEMO / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{{ messages[-1].content }}" + ending
-    (path / "tokenizer_config.json").unlink(missing_ok=True)
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    if weights is not None:
-        (path / "tokenizer.json").symlink_to(DEMO / "tokenizer.json")
-    return path
+def _template(ending: str) -> str:
+    return "{{ messages[-1].content }}" + ending
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextModel]:
     root = tmp_path_factory.mktemp("models")
     found = {}
     for name, ending in ENDINGS.items():
-        path = _model_dir(root / name.replace(" ", "-"), ending)
+        path = write_demo_model(root / name.replace(" ", "-"), _template(ending))
         found[name] = TextModel(path, load_config(path))
     return found
 
@@ -328,7 +317,7 @@ def test_a_length_without_room_for_an_answer_after_the_budget_is_refused(
 
 
 def test_a_model_without_thinking_tokens_takes_no_budget(tmp_path: Path) -> None:
-    path = _model_dir(tmp_path / "model", ENDINGS["opened by the model"])
+    path = write_demo_model(tmp_path / "model", _template(ENDINGS["opened by the model"]))
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     tokenizer["added_tokens"] = tokenizer["added_tokens"][:-2]
     (path / "tokenizer.json").unlink()
@@ -397,9 +386,9 @@ def _real_jobs() -> list[GenerationJob]:
 
 
 async def test_thoughts_ended_by_a_budget_are_the_same_in_a_batch_preempted_or_chunked(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path,
 ) -> None:
-    path = _model_dir(tmp_path / "model", ENDINGS["opened by the prompt"], tiny_model)
+    path = write_tiny_model(tmp_path / "model", _template(ENDINGS["opened by the prompt"]))
     jobs = _real_jobs()
     async with _batcher(path) as model:
         alone = [(await _all(model, [job]))[0] for job in jobs]
@@ -426,9 +415,9 @@ async def test_thoughts_ended_by_a_budget_are_the_same_in_a_batch_preempted_or_c
 
 
 async def test_a_length_left_open_is_for_the_answer_after_the_budget(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path,
 ) -> None:
-    path = _model_dir(tmp_path / "model", ENDINGS["opened by the prompt"], tiny_model)
+    path = write_tiny_model(tmp_path / "model", _template(ENDINGS["opened by the prompt"]))
     job = convert_job(
         {
             "messages": [{"role": "user", "content": "1 + 1"}],

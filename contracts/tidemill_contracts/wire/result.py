@@ -68,7 +68,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One output of a job."""
 
     text: str | None
-    """The generated text; ``None`` where the model has no tokenizer."""
+    """The generated text, without that of a token that ended it; ``None`` where the model has no
+    tokenizer."""
     token_ids: list[int]
     """The generated ids, the end-of-sequence token included where one ended the job."""
     finish_reason: FinishReason
