@@ -118,6 +118,21 @@ async def test_every_form_is_kept_whatever_the_weights_want(
                 assert result.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    "text", ["e\u0301", "\u212b", "a<|im_end|>b", "<|endoftext|>", "<think>", "\ufffd"], ids=ascii
+)
+async def test_a_form_holds_text_that_the_tokenizer_would_read_as_something_else(
+    random_model: Path, text: str
+) -> None:
+    """A prompt's text is brought into a normal form, and names of special tokens become these."""
+    async with batcher(random_model) as model:
+        chosen = await _generate(model, _job(structured={"choice": [text, text + "!"]}))
+        schema = {"const": f"x {text} y"}
+        quoted = await _generate(model, _job(structured={"json_schema": schema}))
+    assert chosen.text in (text, text + "!")
+    assert json.loads(quoted.text or "") == schema["const"]
+
+
 async def test_any_json_object(random_model: Path) -> None:
     # With the tokens of strings barred, random weights come to an end.
     async with batcher(random_model) as model:

@@ -15,10 +15,12 @@ import subprocess
 import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
 
 from tidemill_contracts.wire import (
     ErrorCode,
@@ -208,7 +210,23 @@ class _Tokens:
         self.special_token_ids = [*text.special_token_ids, text.vocab_size]
 
     def __call__(self, raw: bytes) -> list[int]:
-        return self._text.tokenise(raw.decode())
+        """The tokens that a form's text is written with: just its bytes, none of them special."""
+        words = raw.decode()
+        ids = self._text.tokenise(words)
+        plain = set(ids).isdisjoint(self.special_token_ids)
+        if plain and b"".join(self.tokens[token_id] for token_id in ids) == raw:
+            return ids
+        return list(self._literal.encode(words, add_special_tokens=False).ids)
+
+    @cached_property
+    def _literal(self) -> Tokenizer:
+        """The tokenizer without the normal form (Qwen's is NFC) that it brings a prompt into, and
+        without the special tokens that it finds in one: few forms need it."""
+        assert self._text.tokenizer is not None
+        tokenizer = Tokenizer.from_str(self._text.tokenizer.to_str())
+        tokenizer.normalizer = None
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
 
 def _vocabulary(text: TextModel, threads: int | None) -> Vocabulary:
