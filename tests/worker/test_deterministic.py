@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.contracts.models.driver import small_config, small_model, small_moe_config
-from tests.worker.test_generation import _generate, batcher
+from tests.worker.served import batcher, generate
 from tidemill_contracts.models.errors import ContractMismatch
 from tidemill_contracts.models.qwen3.ops import deterministic
 from tidemill_contracts.models.qwen3.ops.deterministic import DeterministicOps
@@ -61,7 +61,7 @@ async def _run(
     found = []
     async with batcher(model_dir, **settings) as model:
         for batch in batches:
-            results = await asyncio.gather(*(_generate(model, job) for job in batch))
+            results = await asyncio.gather(*(generate(model, job) for job in batch))
             found += [(result.id, result) for result in results]
     return found
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 
 import tidemill_worker
+from tests.worker.served import batcher, generate
 from tidemill_contracts.models.errors import CheckpointError, ContractMismatch, ModelError
 from tidemill_contracts.models.fingerprint import hash_weights
 from tidemill_contracts.wire import (
@@ -25,8 +23,7 @@ from tidemill_contracts.wire import (
     convert_job,
 )
 from tidemill_contracts.wire.receipt import differences, problems
-from tidemill_worker.batcher import Batcher, _characters
-from tidemill_worker.settings import make_config
+from tidemill_worker.batcher import _characters
 
 LENGTHS = [1, 2, 3, 7, 15, 16, 17, 31, 33, 48, 63, 64, 65, 90, 100]
 
@@ -46,29 +43,13 @@ def _jobs(seed: int = 0) -> list[GenerationJob]:
     return jobs
 
 
-@asynccontextmanager
-async def batcher(model: Path, **settings: object) -> AsyncIterator[Batcher]:
-    config = make_config(
-        {"model": str(model), "dtype": "float32", "threads": 1, "kv_pages": 512, **settings}
-    )
-    started = await Batcher.start(config)
-    try:
-        yield started
-    finally:
-        await started.close()
-
-
-async def _generate(model: Batcher, job: GenerationJob) -> GenerationResult:
-    return await model.generate(job, job.id or "job", time.time())
-
-
 @pytest.fixture(scope="module")
 def alone(tiny_model: Path) -> list[list[int]]:
     """The output of each job when it is the only one."""
 
     async def run() -> list[list[int]]:
         async with batcher(tiny_model) as model:
-            return [(await _generate(model, job)).token_ids for job in _jobs()]
+            return [(await generate(model, job)).token_ids for job in _jobs()]
 
     return asyncio.run(run())
 
@@ -91,7 +72,7 @@ async def test_output_in_a_batch_is_output_alone(
     order = list(range(len(jobs)))
     random.Random(1).shuffle(order)
     async with batcher(tiny_model, **settings) as model:
-        results = await asyncio.gather(*(_generate(model, jobs[i]) for i in order))
+        results = await asyncio.gather(*(generate(model, jobs[i]) for i in order))
         assert model._scheduler.pool.free == model._scheduler.pool.total
     for i, result in zip(order, results, strict=True):
         assert result.token_ids == alone[i], jobs[i].id
@@ -109,7 +90,7 @@ async def test_a_cached_prefix_changes_no_token(tiny_model: Path, prefix_caching
         for i, salt in ((1, ""), (2, ""), (1, ""), (1, "another tenant"))
     ]
     async with batcher(tiny_model, prefix_caching=prefix_caching) as model:
-        results = [await _generate(model, job) for job in jobs]
+        results = [await generate(model, job) for job in jobs]
     cached = [result.usage.cached_tokens for result in results]
     assert cached == ([0, 32, 32, 0] if prefix_caching else [0, 0, 0, 0])
     first, _, again, salted = results
@@ -122,9 +103,9 @@ async def test_n_outputs_are_independent_and_seeded_one_by_one(tiny_model: Path)
         return GenerationJob(prompt_token_ids=[1, 2, 3], sampling=sampling)
 
     async with batcher(tiny_model) as model:
-        one = await _generate(model, job(1))
-        four = await _generate(model, job(4))
-        again = await _generate(model, job(4))
+        one = await generate(model, job(1))
+        four = await generate(model, job(4))
+        again = await generate(model, job(4))
     assert one.outputs == []
     assert len({tuple(output.token_ids) for output in four.outputs}) == 4
     assert four.token_ids == four.outputs[0].token_ids == one.token_ids
@@ -156,9 +137,9 @@ async def test_options_that_cannot_be_met_fail_their_job_only(
         sampling=SamplingParams(**{"max_tokens": 4, **options}),  # type: ignore[arg-type]
     )
     async with batcher(tiny_model) as model:
-        neighbour = asyncio.create_task(_generate(model, _asking([5], 20)))
+        neighbour = asyncio.create_task(generate(model, _asking([5], 20)))
         with pytest.raises(JobFailed) as caught:
-            await _generate(model, bad)
+            await generate(model, bad)
         assert len((await neighbour).token_ids) == 20
     assert caught.value.error.code == code
 
@@ -168,7 +149,7 @@ async def test_the_result_says_what_sampling_was_in_effect(tiny_model: Path) -> 
         prompt_token_ids=[1], sampling=SamplingParams(top_k=-1, seed=9, max_tokens=1)
     )
     async with batcher(tiny_model) as model:
-        told = (await _generate(model, job)).sampling
+        told = (await generate(model, job)).sampling
     # The tiny model's generation config: 0.6, 0.95, 20.
     assert told == {
         "temperature": 0.6,
@@ -193,11 +174,11 @@ async def test_a_receipt_says_what_a_result_was_made_from(
     asked = SamplingParams(temperature=1, seed=4, n=2, max_tokens=5, ignore_eos=True)
     job = GenerationJob(prompt_token_ids=[1, 2, 3], sampling=asked, receipt=True)
     async with batcher(tiny_model) as model:
-        assert (await _generate(model, _asking([1], 2))).receipt is None
+        assert (await generate(model, _asking([1], 2))).receipt is None
         assert hashed == [], "nothing is hashed before a receipt is asked for"
-        one, again = await asyncio.gather(*(_generate(model, job) for _ in range(2)))
+        one, again = await asyncio.gather(*(generate(model, job) for _ in range(2)))
         warmer = msgspec.structs.replace(asked, temperature=2.0)
-        other = await _generate(model, msgspec.structs.replace(job, sampling=warmer))
+        other = await generate(model, msgspec.structs.replace(job, sampling=warmer))
         fingerprint = model.runner.contract.abi_fingerprint()
     assert hashed == [tiny_model]
     assert one.receipt is not None
@@ -217,10 +198,10 @@ async def test_a_checkpoint_that_is_gone_fails_the_job_that_asked_for_a_receipt(
         monkeypatch.setattr(model.text, "model_dir", tiny_model / "gone")
         job = msgspec.structs.replace(_asking([1], 2), receipt=True)
         with pytest.raises(CheckpointError, match="no such model directory"):
-            await _generate(model, job)
-        assert await _generate(model, _asking([1], 2))
+            await generate(model, job)
+        assert await generate(model, _asking([1], 2))
         monkeypatch.setattr(model.text, "model_dir", tiny_model)
-        assert (await _generate(model, job)).receipt, "it is tried again"
+        assert (await generate(model, job)).receipt, "it is tried again"
 
 
 async def test_joining_late_changes_nothing(tiny_model: Path, alone: list[list[int]]) -> None:
@@ -228,7 +209,7 @@ async def test_joining_late_changes_nothing(tiny_model: Path, alone: list[list[i
     async with batcher(tiny_model, max_wait_ms=0) as model:
         tasks = []
         for job in jobs:
-            tasks.append(asyncio.create_task(_generate(model, job)))
+            tasks.append(asyncio.create_task(generate(model, job)))
             await asyncio.sleep(0.004)
         results = await asyncio.gather(*tasks)
     assert [result.token_ids for result in results] == alone
@@ -239,8 +220,8 @@ async def test_a_cancelled_caller_frees_its_pages_and_hurts_nobody(
 ) -> None:
     jobs = _jobs()
     async with batcher(tiny_model) as model:
-        doomed = asyncio.create_task(_generate(model, _asking([1], 1_000)))
-        tasks = [asyncio.create_task(_generate(model, job)) for job in jobs]
+        doomed = asyncio.create_task(generate(model, _asking([1], 1_000)))
+        tasks = [asyncio.create_task(generate(model, job)) for job in jobs]
         await asyncio.sleep(0.05)
         doomed.cancel()
         results = await asyncio.gather(*tasks)
@@ -256,7 +237,7 @@ async def test_all_outputs_of_a_cancelled_caller_leave(tiny_model: Path) -> None
     sampling = SamplingParams(temperature=0, max_tokens=1_000, ignore_eos=True, n=4)
     job = GenerationJob(id="four", prompt_token_ids=[1], sampling=sampling)
     async with batcher(tiny_model, max_rows=2) as model:
-        doomed = asyncio.create_task(_generate(model, job))
+        doomed = asyncio.create_task(generate(model, job))
         async with asyncio.timeout(10):
             while model.stats.steps < 3:
                 await asyncio.sleep(0.01)
@@ -270,7 +251,7 @@ async def test_all_outputs_of_a_cancelled_caller_leave(tiny_model: Path) -> None
         assert model._scheduler.pool.free == model._scheduler.pool.total
         assert model.rows_waiting == model.rows_running == 0
         assert model.eta_s == 0.0
-        assert (await _generate(model, _asking([1], 3))).finish_reason == "length"
+        assert (await generate(model, _asking([1], 3))).finish_reason == "length"
 
 
 async def test_tenants_and_a_target_change_no_output(
@@ -281,7 +262,7 @@ async def test_tenants_and_a_target_change_no_output(
         for n, job in enumerate(_jobs())
     ]
     async with batcher(tiny_model, max_rows=4, target_tpot_ms=0.5) as model:
-        results = await asyncio.gather(*(_generate(model, job) for job in jobs))
+        results = await asyncio.gather(*(generate(model, job) for job in jobs))
         assert model.eta_s == 0.0
     assert [result.token_ids for result in results] == alone
 
@@ -307,9 +288,9 @@ async def test_jobs_that_cannot_be_run_are_refused_at_once(
 ) -> None:
     async with batcher(tiny_model, max_model_len=64) as model:
         with pytest.raises(JobFailed) as caught:
-            await _generate(model, GenerationJob(**fields))  # type: ignore[arg-type]
+            await generate(model, GenerationJob(**fields))  # type: ignore[arg-type]
         good = GenerationJob(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
-        assert await _generate(model, good)
+        assert await generate(model, good)
     assert caught.value.error.code == code
     assert said in caught.value.error.message
 
@@ -346,10 +327,10 @@ async def test_a_context_exactly_full_runs_and_one_token_over_is_told_with_the_t
 ) -> None:
     room = 64 - prompt_len
     async with batcher(tiny_model, max_model_len=64) as model:
-        full = await _generate(model, _asking([1] * prompt_len, room))
+        full = await generate(model, _asking([1] * prompt_len, room))
         assert (len(full.token_ids), full.finish_reason) == (room, "length")
         with pytest.raises(JobFailed) as caught:
-            await _generate(model, _asking([1] * prompt_len, room + 1))
+            await generate(model, _asking([1] * prompt_len, room + 1))
     assert caught.value.error.code == ErrorCode.PROMPT_TOO_LONG
     for number in (prompt_len, room + 1, 64):
         assert re.search(rf"\b{number}\b", caught.value.error.message), number
@@ -364,9 +345,9 @@ async def test_a_job_too_long_among_others_is_one_error_and_loses_doubles_or_reo
         for prompt in ([5, 6], [1] * 64, [7, 8], [2] * 300, [9])
     ]
     async with batcher(tiny_model, max_model_len=64) as model:
-        alone = [(await _generate(model, job)).token_ids for job in jobs[::2]]
+        alone = [(await generate(model, job)).token_ids for job in jobs[::2]]
         answers = await asyncio.gather(
-            *(_generate(model, job) for job in jobs), return_exceptions=True
+            *(generate(model, job) for job in jobs), return_exceptions=True
         )
     assert [isinstance(answer, JobFailed) for answer in answers] == [False, True] * 2 + [False]
     assert [a.token_ids for a in answers if isinstance(a, GenerationResult)] == alone
@@ -396,9 +377,9 @@ async def test_extreme_options_in_one_batch_kill_neither_the_engine_nor_a_neighb
     ]
     async with batcher(tiny_model) as model:
         neighbour = _jobs()[1]
-        alone = await _generate(model, neighbour)
+        alone = await generate(model, neighbour)
         beside, *results = await asyncio.gather(
-            *(_generate(model, job) for job in (neighbour, *jobs))
+            *(generate(model, job) for job in (neighbour, *jobs))
         )
         assert model.crashed.done() is False
     assert beside.token_ids == alone.token_ids
@@ -410,9 +391,9 @@ async def test_a_length_that_was_not_asked_for_is_what_there_is_room_for(
 ) -> None:
     async with batcher(tiny_model, max_model_len=64) as model:
         job = GenerationJob(prompt_token_ids=[1] * 60, sampling=SamplingParams(ignore_eos=True))
-        assert len((await _generate(model, job)).token_ids) == 4
+        assert len((await generate(model, job)).token_ids) == 4
     async with batcher(tiny_model, kv_pages=4, page_size=16) as model:
-        assert len((await _generate(model, job)).token_ids) == 5, "the last needs no room"
+        assert len((await generate(model, job)).token_ids) == 5, "the last needs no room"
 
 
 async def test_a_job_larger_than_the_pool_is_refused_and_the_next_one_runs(
@@ -421,8 +402,8 @@ async def test_a_job_larger_than_the_pool_is_refused_and_the_next_one_runs(
     async with batcher(tiny_model, kv_pages=8, page_size=16) as model:
         prompt = [1] * 128
         with pytest.raises(JobFailed, match="KV cache of 8 pages"):
-            await _generate(model, _asking(prompt, 2))
-        assert (await _generate(model, _asking(prompt, 1))).usage.completion_tokens == 1
+            await generate(model, _asking(prompt, 2))
+        assert (await generate(model, _asking(prompt, 1))).usage.completion_tokens == 1
 
 
 def _asking(prompt: list[int], max_tokens: int) -> GenerationJob:
@@ -437,16 +418,16 @@ async def test_end_tokens_stop_a_row_unless_it_ignores_them(tiny_model: Path) ->
         return GenerationJob(prompt_token_ids=[5, 6, 7], sampling=sampling)
 
     async with batcher(tiny_model) as model:
-        tokens = (await _generate(model, job(ignore_eos=True))).token_ids
+        tokens = (await generate(model, job(ignore_eos=True))).token_ids
         model.text.eos_token_ids = frozenset({tokens[0]})
-        stopped = await _generate(model, job(ignore_eos=False))
+        stopped = await generate(model, job(ignore_eos=False))
         assert (stopped.token_ids, stopped.finish_reason) == ([tokens[0]], "stop")
-        assert (await _generate(model, job(ignore_eos=True))).token_ids == tokens
+        assert (await generate(model, job(ignore_eos=True))).token_ids == tokens
 
 
 async def test_timings_are_in_order(tiny_model: Path) -> None:
     async with batcher(tiny_model) as model:
-        timings = (await _generate(model, _jobs()[8])).timings
+        timings = (await generate(model, _jobs()[8])).timings
     assert 0 <= timings.queued_ms <= timings.first_token_ms <= timings.total_ms < 60_000
 
 

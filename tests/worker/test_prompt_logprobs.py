@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.contracts.models.driver import small_config, small_model, small_moe_config
-from tests.worker.test_generation import batcher
+from tests.worker.served import batcher
 from tidemill_contracts.models import runtime
 from tidemill_contracts.models.errors import KVCacheLost
 from tidemill_contracts.wire import (

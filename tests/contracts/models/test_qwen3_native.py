@@ -23,7 +23,7 @@ from tidemill_contracts.models.errors import BackendError
 from tidemill_contracts.models.qwen3.native import choice, layout, library
 
 PORTABLE = "x86-64-v3"
-ARCHITECTURES = [PORTABLE] if library.unavailable() else ["native", PORTABLE]
+ARCHITECTURES = [PORTABLE] if library.lacking() else ["native", PORTABLE]
 
 compiles = pytest.mark.skipif(library.find_compiler() is None, reason="no C++ compiler here")
 

@@ -15,6 +15,7 @@ from tidemill_contracts.models.contract import ModelContract, RuntimeConfig
 from tidemill_contracts.models.errors import ContractMismatch
 from tidemill_contracts.models.inspection import describe_contract
 from tidemill_contracts.models.qwen3 import REGISTRATIONS
+from tidemill_contracts.models.qwen3.native import library
 from tidemill_contracts.models.qwen3.variants import VARIANTS
 from tidemill_contracts.models.registry import find_contract_for_model_config, get_contract
 from tidemill_contracts.models.startup import check
@@ -162,12 +163,23 @@ class TestContracts:
             for entry in REGISTRATIONS
         )
 
-    def test_each_says_what_drives_which_device(self) -> None:
+    @pytest.mark.parametrize(
+        ("lacking", "dense"),
+        [
+            (None, "C++ in bfloat16, else plain torch"),
+            ("the CPU has no amx_tile", "plain torch (the CPU has no amx_tile)"),
+        ],
+    )
+    def test_each_says_what_drives_which_device(
+        self, monkeypatch: pytest.MonkeyPatch, lacking: str | None, dense: str
+    ) -> None:
+        monkeypatch.setattr(library, "lacking", lambda: lacking)
         for contract in contracts():
             described = describe_contract(contract)["backend"]
             assert isinstance(described, dict)
             assert described.keys() == {"cpu", "cuda", "npu"}
-            assert described["cpu"] == "plain torch"
+            arguments = {arg.name for arg in contract.kernels["decode"].args}
+            assert described["cpu"] == ("plain torch" if "router" in arguments else dense)
 
     def test_several_serve_in_one_process(self, tmp_path: Path) -> None:
         """Binding one contract's kernels leaves another's alone."""

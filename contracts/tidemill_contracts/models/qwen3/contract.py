@@ -38,7 +38,7 @@ from tidemill_contracts.models.qwen3.abi import (
     weight_bytes,
 )
 from tidemill_contracts.models.qwen3.host import DeviceHostFn, Kernel
-from tidemill_contracts.models.qwen3.native import layout
+from tidemill_contracts.models.qwen3.native import layout, library
 from tidemill_contracts.models.qwen3.native.choice import Sizes, native_library
 from tidemill_contracts.models.qwen3.native.library import Library
 from tidemill_contracts.models.qwen3.ops.choice import installed
@@ -138,7 +138,11 @@ class Qwen3Hooks:
 
     def details(self) -> Mapping[str, str]:
         """By kind of device, what its operations are by."""
-        return installed()
+        if self.variant.kind != "dense":
+            return installed()
+        lacking = library.lacking()
+        cpu = "C++ in bfloat16, else plain torch" if lacking is None else f"plain torch ({lacking})"
+        return {**installed(), "cpu": cpu}
 
     def logits_width(self, config: ModelConfig) -> int:
         return config.vocab_size
@@ -153,8 +157,8 @@ class Qwen3Hooks:
         runtime: RuntimeConfig,
         exporter: TensorExporter,
     ) -> StaticArgs:
-        library = self._library(config, runtime)
-        matrices = None if library is None else layout.Tiled(library)
+        built = self._library(config, runtime)
+        matrices = None if built is None else layout.Tiled(built)
         return prepare(source, config, runtime, exporter, matrices)
 
     def _library(self, config: ModelConfig, runtime: RuntimeConfig) -> Library | None:

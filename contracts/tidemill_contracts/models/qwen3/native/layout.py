@@ -86,28 +86,28 @@ class Tiled:
         depth = target.shape[1]
         strip_bytes = STRIP * depth * target.itemsize
         sources = [part.to(torch.bfloat16).contiguous() for part in parts]
+        # Strips that stay beside each other, and from where to where the next of them go.
+        group = DEPTH // STRIP if gated else 1
+        stride = group * len(parts) if gated else 1
         work: list[tuple[int, int, int, int, int, int]] = []
         at = target.data_ptr()
         for source in sources:
             strips = len(source) // STRIP
-            group = DEPTH // STRIP if gated else strips
-            stride = group * len(parts) if gated else group
             # In pieces for the cores: the time is that of the memory, and of making it.
-            piece = -(-strips // (PACKERS * group)) * group if gated else -(-strips // PACKERS)
+            piece = -(-strips // (PACKERS * group)) * group
             for first in range(0, strips, piece):
-                count = min(piece, strips - first)
-                place = first // group * stride if gated else first
+                place = first // group * stride
                 work.append(
                     (
                         source.data_ptr() + first * strip_bytes,
                         at + place * strip_bytes,
-                        count * STRIP,
+                        min(piece, strips - first) * STRIP,
                         depth,
-                        group if gated else count,
-                        stride if gated else count,
+                        group,
+                        stride,
                     )
                 )
-            at += group * strip_bytes
+            at += (group if gated else strips) * strip_bytes
         with ThreadPoolExecutor(PACKERS) as pool:
             for done in [pool.submit(self._library.pack, *piece) for piece in work]:
                 done.result()

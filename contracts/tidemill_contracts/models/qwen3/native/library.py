@@ -31,6 +31,13 @@ class NoLibrary(ModelError):
     """The library cannot be built or loaded here; the message says why."""
 
 
+TENSORS = (
+    "embed", "input_norm", "wqkv", "q_norm", "k_norm", "wo", "post_norm", "w_gate_up", "w_down",
+    "final_norm", "lm_head", "rope_cos", "rope_sin", "k_cache", "v_cache",
+)  # fmt: skip
+"""What a model keeps from step to step, by the names of the stages' arguments."""
+
+
 class ModelArgs(ctypes.Structure):
     """`Model` in qwen3.cpp."""
 
@@ -43,13 +50,7 @@ class ModelArgs(ctypes.Structure):
             )
         ),
         ("eps", ctypes.c_float),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "embed", "input_norm", "wqkv", "q_norm", "k_norm", "wo", "post_norm", "w_gate_up",
-                "w_down", "final_norm", "lm_head", "rope_cos", "rope_sin", "k_cache", "v_cache",
-            )
-        ),
+        *((name, ctypes.c_void_p) for name in TENSORS),
     )  # fmt: skip
 
 
@@ -113,9 +114,7 @@ def library(architecture: str = "native") -> Library:
     """
     if architecture == "native":
         _require_matrix_unit()
-    compiler = find_compiler()
-    if compiler is None:
-        raise NoLibrary("no C++ compiler is installed (g++, clang++, or what CXX names)")
+    compiler = _require_compiler()
     options = (*OPTIONS, f"-march={architecture}")
     target = _cache_folder() / f"qwen3-{_key(compiler, options)}.so"
     if not target.exists():
@@ -127,13 +126,21 @@ def find_compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
-def unavailable() -> str | None:
-    """Why there is no library here; ``None`` where there is one."""
+def lacking() -> str | None:
+    """What the machine lacks for the library, told without building it; ``None`` for nothing."""
     try:
-        library()
+        _require_matrix_unit()
+        _require_compiler()
     except NoLibrary as error:
         return str(error)
     return None
+
+
+def _require_compiler() -> str:
+    compiler = find_compiler()
+    if compiler is None:
+        raise NoLibrary("no C++ compiler is installed (g++, clang++, or what CXX names)")
+    return compiler
 
 
 def _require_matrix_unit() -> None:

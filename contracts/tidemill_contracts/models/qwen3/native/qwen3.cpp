@@ -202,7 +202,7 @@ class Engine {
         int phases = 3 + model.layers * 7;
         team_.run(phases, [&](int thread) {
             tile::configure();
-            Walk walk(team_, thread);
+            Walk walk(team_);
             step(walk, model, batch, scratch_[thread]);
             tile::release();
         });

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tidemill_contracts.models.args import TensorArgSpec
 from tidemill_contracts.models.errors import BackendError
-from tidemill_contracts.models.qwen3.native.library import BatchArgs, Library, ModelArgs
-
-_WEIGHTS = (
-    "embed", "input_norm", "wqkv", "q_norm", "k_norm", "wo", "post_norm", "w_gate_up", "w_down",
-    "final_norm", "lm_head", "rope_cos", "rope_sin", "k_cache", "v_cache",
-)  # fmt: skip
+from tidemill_contracts.models.qwen3.native.library import (
+    TENSORS,
+    BatchArgs,
+    Library,
+    ModelArgs,
+)
 
 
 class NativeStage:
@@ -65,7 +65,7 @@ class NativeStage:
 
     def _model_args(self, named: Mapping[str, Tensor]) -> ModelArgs:
         """Made once for the same weights and cache, which are held so that they stay."""
-        tensors = [named[name] for name in _WEIGHTS]
+        tensors = [named[name] for name in TENSORS]
         if self._model is None or any(map(operator.is_not, tensors, self._held)):
             layers, pages, page_size, kv_heads, head_dim = named["k_cache"].shape
             self._held = tensors
@@ -81,6 +81,6 @@ class NativeStage:
                 pages=pages,
                 places=named["rope_cos"].shape[0],
                 eps=float(named["rms_norm_eps"]),
-                **{name: named[name].data_ptr() for name in _WEIGHTS},
+                **{name: named[name].data_ptr() for name in TENSORS},
             )
         return self._model

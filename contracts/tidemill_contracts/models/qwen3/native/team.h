@@ -91,9 +91,7 @@ class Team {
 // One thread's walk through the phases of a step.
 class Walk {
   public:
-    Walk(Team& team, int thread) : team_(team), thread_(thread) {}
-
-    int thread() const { return thread_; }
+    explicit Walk(Team& team) : team_(team) {}
 
     // Calls `piece(i)` for each i below `count`, on whichever thread is free; ends for all at once.
     template <typename Piece>
@@ -105,6 +103,5 @@ class Walk {
 
   private:
     Team& team_;
-    int thread_;
     int phase_ = 0;
 };
