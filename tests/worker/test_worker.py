@@ -39,9 +39,10 @@ from tidemill_contracts.wire.arq_format import (
 )
 from tidemill_producer.embedded import EmbeddedRedis
 from tidemill_worker.batcher import Batcher, EngineCrashed
+from tidemill_worker.connect import RedisUnreachable
 from tidemill_worker.queue import Finished, JobQueue
 from tidemill_worker.settings import make_config
-from tidemill_worker.worker import RedisUnreachable, TidemillWorker
+from tidemill_worker.worker import TidemillWorker
 
 
 def _result(job_id: str) -> GenerationResult:
@@ -325,19 +326,19 @@ async def test_a_job_that_its_own_worker_claims_again_is_answered_by_the_run_und
     await push()
     async with running(redis_url, gate) as worker:
         await until(lambda: gate.started == ["job"])
-        first = worker._held["job"]
+        first = worker.runner.held.claims["job"]
 
         async def renew_nothing(claims: object) -> set[str]:
             return set()
 
         async def write_late(finished: Finished) -> bool:
-            await until(lambda: worker._held["job"] is not first)
+            await until(lambda: worker.runner.held.claims["job"] is not first)
             return await write(finished)
 
         # As after an outage: the lease runs out, and the result is on its way with the old token.
-        write = worker._results.write
+        write = worker.results.write
         monkeypatch.setattr(worker.queue, "renew", renew_nothing)
-        monkeypatch.setattr(worker._results, "write", write_late)
+        monkeypatch.setattr(worker.results, "write", write_late)
         gate.open.set()
         assert (await outcome(redis)).unwrap()
     assert gate.started == ["job"]
@@ -352,7 +353,7 @@ async def test_a_crash_of_the_engine_hands_the_jobs_to_another_worker_and_ends_t
     )
     worker = TidemillWorker(config, handle_signals=False)
     running_worker = asyncio.create_task(worker.async_run())
-    await until(lambda: worker._state == "ready")
+    await until(lambda: worker.state == "ready")
     batcher: Batcher = worker.ctx["batcher"]
 
     def broken() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from arq.worker import func
 
 from tidemill_contracts.wire.arq_format import GENERATE, deserializer, serializer
+from tidemill_worker.connect import redis_settings
 from tidemill_worker.functions import generate, shutdown, startup
 from tidemill_worker.settings import config_from_env
-from tidemill_worker.worker import redis_settings
 
 STOCK_JOB_TIMEOUT_S = 3600
 """A stock worker locks a job for this long when it dies: it renews nothing."""

@@ -1,0 +1,73 @@
+"""What the worker says about itself: a status under its key, every second or so."""
+
+from __future__ import annotations
+
+import time
+
+from redis.asyncio import Redis
+
+from tidemill_contracts import keys
+from tidemill_contracts.wire.status import WorkerState, WorkerStatus, encode_status
+from tidemill_worker.batcher import Batcher
+from tidemill_worker.settings import WorkerConfig
+
+STATUS_TTL_MS = 10_000
+
+
+class Heartbeat:
+    """One worker's status in Redis."""
+
+    def __init__(self, redis: Redis, config: WorkerConfig) -> None:
+        self._redis = redis
+        self._config = config
+        self._started_at = time.time()
+
+    async def write(
+        self, batcher: Batcher, state: WorkerState, *, jobs_done: int, jobs_failed: int
+    ) -> None:
+        status = self._status(batcher, state, jobs_done=jobs_done, jobs_failed=jobs_failed)
+        now_ms = int(status.updated_at * 1000)
+        workers = keys.workers_key(self._config.queue)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(
+                keys.worker_key(self._config.queue, status.id),
+                encode_status(status),
+                px=STATUS_TTL_MS,
+            )
+            pipe.zadd(workers, {status.id: now_ms})
+            pipe.zremrangebyscore(workers, "-inf", now_ms - 60_000)
+            await pipe.execute()
+
+    async def remove(self) -> None:
+        """Says goodbye: this worker is no longer among the queue's."""
+        name, queue = self._config.name, self._config.queue
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.delete(keys.worker_key(queue, name))
+            pipe.zrem(keys.workers_key(queue), name)
+            await pipe.execute()
+
+    def _status(
+        self, batcher: Batcher, state: WorkerState, *, jobs_done: int, jobs_failed: int
+    ) -> WorkerStatus:
+        runtime, contract, stats = batcher.runner.runtime, batcher.runner.contract, batcher.stats
+        return WorkerStatus(
+            id=self._config.name,
+            state=state,
+            model=batcher.model_name,
+            contract=f"{contract.model} {contract.abi_fingerprint()[:12]}",
+            device=str(runtime.device),
+            dtype=str(runtime.dtype).removeprefix("torch."),
+            max_rows=self._config.max_rows,
+            rows_running=batcher.rows_running,
+            rows_waiting=batcher.rows_waiting,
+            eta_s=batcher.eta_s,
+            steps=stats.steps,
+            row_steps=stats.row_steps,
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.completion_tokens,
+            cached_tokens=stats.cached_tokens,
+            jobs_done=jobs_done,
+            jobs_failed=jobs_failed,
+            started_at=self._started_at,
+            updated_at=time.time(),
+        )

@@ -1,0 +1,90 @@
+"""The jobs that a worker holds: their claims, the tasks that run them, and their leases."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+from redis.exceptions import RedisError
+
+from tidemill_worker.queue import Claim, JobQueue, Release
+from tidemill_worker.results import MAX_BACK_OFF_S
+
+logger = logging.getLogger("tidemill.worker")
+
+
+class HeldJobs:
+    """Starts a task for each claimed job and keeps the job's lease until the task ends."""
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        tasks: dict[str, asyncio.Task[None]],
+        run: Callable[[str], Coroutine[object, object, None]],
+    ) -> None:
+        """`tasks`: where to keep the running tasks by job id; `run` answers a job, or gives it
+        up."""
+        self._queue = queue
+        self._run = run
+        self.tasks = tasks
+        self.claims: dict[str, Claim] = {}
+        self.finishing: set[str] = set()
+        """Jobs whose result is on its way to Redis: nothing stops them any more."""
+        self.lost: set[str] = set()
+        """Jobs that went to somebody else, whose tasks are being stopped."""
+        self.task_ended = asyncio.Event()
+        self.idle = asyncio.Event()
+        """Set when the last job has ended; whoever waits for it clears it."""
+
+    def start(self, claim: Claim) -> None:
+        known = claim.id in self.tasks
+        # A job that this worker still runs after its lease ran out goes on under the new one.
+        self.claims[claim.id] = claim
+        if known:
+            return
+        task = asyncio.create_task(self._run(claim.id), name=f"job {claim.id}")
+        self.tasks[claim.id] = task
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self.tasks.pop(claim.id, None)
+            self.claims.pop(claim.id, None)
+            self.finishing.discard(claim.id)
+            self.lost.discard(claim.id)
+            self.task_ended.set()
+            if not self.tasks:
+                self.idle.set()
+
+        task.add_done_callback(ended)
+
+    async def renew(self) -> None:
+        """Renews every lease in one call, and stops the jobs that are somebody else's by now."""
+        if not self.claims:
+            return
+        for job_id in await self._queue.renew(list(self.claims.values())):
+            task = self.tasks.get(job_id)
+            if task is not None and job_id not in self.finishing:
+                self.lost.add(job_id)
+                task.cancel()
+
+    async def run_again(self, job_id: str, *, delay_ms: int) -> None:
+        """Hands a job back that asked to be run again; returns once Redis has it."""
+        release = Release(self.claims[job_id], delay_ms=delay_ms, refund=False)
+        while True:
+            try:
+                await self._queue.release([release])
+                return
+            except (RedisError, OSError) as error:
+                logger.warning("cannot hand %s back yet: %s", job_id, error)
+                await asyncio.sleep(MAX_BACK_OFF_S)
+
+    async def release_all(self, *, refund: bool) -> None:
+        """Stops what still runs and hands it back at once; results on their way are written."""
+        for job_id, task in self.tasks.items():
+            if job_id not in self.finishing:
+                task.cancel()
+        unfinished = [claim for id_, claim in self.claims.items() if id_ not in self.finishing]
+        if unfinished:
+            released = await self._queue.release([Release(c, refund=refund) for c in unfinished])
+            logger.info("handed %d jobs back", released)
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)

@@ -1,0 +1,181 @@
+"""Runs one claimed job the way arq does, hooks included, and answers it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import msgspec
+from arq.utils import ms_to_datetime
+from arq.worker import Function, Retry, Worker
+
+from tidemill_contracts.wire import ErrorCode, GenerationResult, JobError, JobFailed, decode_job
+from tidemill_contracts.wire.arq_format import (
+    GENERATE,
+    JobRecord,
+    UndecodableRecord,
+    decode_job_record,
+    encode_result_record,
+    error_of,
+)
+from tidemill_worker.functions import Context
+from tidemill_worker.held import HeldJobs
+from tidemill_worker.queue import Claim, Finished, JobQueue
+from tidemill_worker.results import ResultWriter
+
+logger = logging.getLogger("tidemill.worker")
+
+
+class JobRunner:
+    """Gives every claimed job its one end: a result, an error, or back to the queue."""
+
+    def __init__(self, worker: Worker, queue: JobQueue, results: ResultWriter) -> None:
+        """`worker` has the functions, the hooks and the counters."""
+        self._worker = worker
+        self._queue = queue
+        self._results = results
+        self.held = HeldJobs(queue, worker.tasks, self._run)
+
+    async def _run(self, job_id: str) -> None:
+        claim = self.held.claims[job_id]
+        started_ms = time.time_ns() // 1_000_000
+        record: JobRecord | None = None
+        value: object
+        try:
+            record = self._open(claim)
+            value = await self._call(claim, record)
+            success = True
+        except asyncio.CancelledError:
+            if job_id in self.held.lost:
+                logger.warning("⊘ %s its lease went to another worker", job_id)
+                return
+            raise
+        except Retry as retry:
+            delay_ms = retry.defer_score or 1
+            logger.info("↻ %s again in %.2fs", job_id, delay_ms / 1000)
+            self._worker.jobs_retried += 1
+            await self.held.run_again(job_id, delay_ms=delay_ms)
+            return
+        except Exception as error:
+            value = error_of(error)
+            success = False
+            if value.code == ErrorCode.INTERNAL.value:
+                logger.exception("! %s failed", job_id)
+        function = record.function if record else GENERATE
+        enqueued_ms = record.enqueue_time_ms if record else started_ms
+        finished_ms = time.time_ns() // 1_000_000
+        result = encode_result_record(
+            value,
+            success=success,
+            job_id=job_id.encode(errors="replace").decode(),
+            queue_name=self._queue.name,
+            function=function,
+            job_try=claim.tries,
+            enqueue_time_ms=enqueued_ms,
+            start_ms=started_ms,
+            finish_ms=finished_ms,
+        )
+        written = await self._write(job_id, result, record.reply_to if record else None)
+        _log_end(job_id, (finished_ms - started_ms) / 1000, value, written)
+        if success:
+            self._worker.jobs_complete += 1
+        else:
+            self._worker.jobs_failed += 1
+        if self._worker.after_job_end:
+            await self._worker.after_job_end(self._context(claim, enqueued_ms))
+
+    async def _write(self, job_id: str, result: bytes, reply_to: str | None) -> bool:
+        """Writes the result under whatever claim this worker has on the job; False where it has
+        none any more."""
+        self.held.finishing.add(job_id)
+        while True:
+            claim = self.held.claims[job_id]
+            if await self._results.write(Finished(claim, result, reply_to)):
+                return True
+            if self.held.claims[job_id] is claim:
+                return False
+            # After an outage the job was claimed again, by this worker, while the write waited.
+
+    def _open(self, claim: Claim) -> JobRecord:
+        """The claimed job's record. Raises `JobFailed` where it must not or cannot be run."""
+        if claim.payload is None:
+            raise JobFailed.of(ErrorCode.PAYLOAD_LOST, "Redis no longer holds the job's payload")
+        try:
+            record = decode_job_record(claim.payload)
+        except UndecodableRecord as error:
+            raise JobFailed.of(ErrorCode.UNDECODABLE, f"The payload is {error}") from error
+        if claim.tries > self._worker.max_tries:
+            raise JobFailed.of(
+                ErrorCode.MAX_TRIES_EXCEEDED,
+                f"The job was started {claim.tries - 1} times and never finished",
+            )
+        functions = self._worker.functions
+        if record.function not in functions:
+            raise JobFailed.of(
+                ErrorCode.UNKNOWN_FUNCTION,
+                f"This worker has no function {record.function!r}, only"
+                f" {', '.join(sorted(functions))}",
+            )
+        return record
+
+    async def _call(self, claim: Claim, record: JobRecord) -> object:
+        """What the job's function returns."""
+        args: list[object]
+        if record.function == GENERATE and len(record.args) == 1 and not record.kwargs:
+            args, kwargs = [decode_job(bytes(record.args[0]))], {}
+        else:
+            args = [msgspec.msgpack.decode(arg) for arg in record.args]
+            kwargs = {name: msgspec.msgpack.decode(arg) for name, arg in record.kwargs.items()}
+        function = self._worker.functions[record.function]
+        context = self._context(claim, record.enqueue_time_ms)
+        logger.debug(
+            "%6.2fs → %s:%s%s",
+            max(0.0, claim.claimed_at_ms - record.enqueue_time_ms) / 1000,
+            claim.id,
+            record.function,
+            f" try={claim.tries}" if claim.tries > 1 else "",
+        )
+        if self._worker.on_job_start:
+            await self._worker.on_job_start(context)
+        try:
+            # A generation has its deadline; only other people's functions have arq's timeout.
+            async with asyncio.timeout(self._timeout_s(function)):
+                return await function.coroutine(context, *args, **kwargs)
+        finally:
+            if self._worker.on_job_end:
+                await self._worker.on_job_end(context)
+
+    def _timeout_s(self, function: Any) -> float | None:
+        if isinstance(function, Function) and function.name == GENERATE:
+            return function.timeout_s
+        timeout_s: float | None = function.timeout_s
+        return self._worker.job_timeout_s if timeout_s is None else timeout_s
+
+    def _context(self, claim: Claim, enqueue_time_ms: int) -> Context:
+        return {
+            **self._worker.ctx,
+            "job_id": claim.id,
+            "job_try": claim.tries,
+            "enqueue_time": ms_to_datetime(enqueue_time_ms),
+            "score": claim.score,
+        }
+
+
+def _log_end(job_id: str, seconds: float, value: object, written: bool) -> None:
+    if not written:
+        logger.warning("%6.2fs ⊘ %s has a result or an owner already", seconds, job_id)
+    elif isinstance(value, GenerationResult):
+        logger.info(
+            "%6.2fs ← %s ● %s, %d + %d tokens",
+            seconds,
+            job_id,
+            value.finish_reason,
+            value.usage.prompt_tokens,
+            value.usage.completion_tokens,
+        )
+    elif isinstance(value, JobError):
+        logger.info("%6.2fs ! %s %s: %s", seconds, job_id, value.code, value.message)
+    else:
+        logger.info("%6.2fs ← %s", seconds, job_id)
