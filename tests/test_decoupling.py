@@ -38,6 +38,7 @@ BOUNDARY = {
     "registry",
     "requirements",
     "runtime",
+    "sampling",
     "startup",
 }
 

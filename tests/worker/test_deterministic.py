@@ -105,15 +105,20 @@ def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    ("model_dir", "dtype"),
-    [("dense", "float32"), ("dense", "bfloat16"), ("moe", "bfloat16")],
+    ("model_dir", "dtype", "kernels"),
+    [
+        ("dense", "float32", "auto"),
+        ("dense", "float32", "torch"),
+        ("dense", "bfloat16", "auto"),
+        ("moe", "bfloat16", "auto"),
+    ],
     indirect=["model_dir"],
 )
 async def test_no_batch_chunk_cache_or_preemption_changes_a_bit(
-    model_dir: Path, dtype: str, preemptions: list[Row]
+    model_dir: Path, dtype: str, kernels: str, preemptions: list[Row]
 ) -> None:
     jobs = _jobs()
-    settings: dict[str, object] = {"dtype": dtype, "deterministic": True}
+    settings: dict[str, object] = {"dtype": dtype, "deterministic": True, "kernels": kernels}
     alone = await _alone(model_dir, jobs, **settings)
     sizes = [_shuffled(jobs[:size], size) for size in (2, 7, 16, 17, 32)]
     found = [("sizes", *each) for each in await _run(model_dir, sizes, **settings)]
@@ -125,6 +130,35 @@ async def test_no_batch_chunk_cache_or_preemption_changes_a_bit(
     one_by_one = {"max_step_tokens": 1, "max_rows": 1}
     found += [("tokens", *r) for r in await _run(model_dir, [jobs[:5]], **settings, **one_by_one)]
     assert [(name, id_) for name, id_, result in found if _bits(result) != alone[id_]] == []
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_what_is_told_of_a_prompt_is_the_same_bits_in_any_batch(
+    model_dir: Path, dtype: str, kernels: str
+) -> None:
+    jobs = [
+        GenerationJob(
+            id=job.id,
+            prompt_token_ids=job.prompt_token_ids,
+            sampling=SamplingParams(
+                max_tokens=1, temperature=0, prompt_logprobs=3, logprob_token_ids=[4, 100]
+            ),
+        )
+        for job in _jobs(9)
+    ]
+
+    def told(result: GenerationResult) -> object:
+        assert result.prompt_logprobs is not None
+        return [(e.logprob, e.top, e.listed) if e else None for e in result.prompt_logprobs]
+
+    settings: dict[str, object] = {"dtype": dtype, "deterministic": True, "kernels": kernels}
+    alone = dict(await _run(model_dir, [[job] for job in jobs], prefix_caching=False, **settings))
+    assert len({str(told(result)) for result in alone.values()}) == len(jobs)
+    for change in ({}, {"max_step_tokens": 5, "max_rows": 4}):
+        batches = [_shuffled(jobs[:size], size) for size in (2, 5, 9)]
+        for id_, result in await _run(model_dir, batches, **settings, **change):
+            assert told(result) == told(alone[id_]), (id_, change)
 
 
 async def test_the_demo_model_in_its_own_dtype() -> None:

@@ -98,6 +98,7 @@ class WriterRunner:
 
     max_logit_rows = 1
     decodes_along = False
+    sampling_kernels = None
 
     def __init__(self, following: Callable[[Sequence[int]], int]) -> None:
         self._following = following

@@ -215,7 +215,10 @@ class TensorExporter(Protocol):
 
 
 class ModelHooks(Protocol):
-    """The part of a contract that is code rather than description."""
+    """The part of a contract that is code rather than description.
+
+    Hooks may also have a method ``sampling_kernels(runtime)``: see `SamplingKernels`.
+    """
 
     def load_kernels(self) -> LoadedKernelModules:
         """Imports the kernels and the constants that they were built with."""

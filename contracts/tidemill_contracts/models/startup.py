@@ -33,6 +33,7 @@ from tidemill_contracts.models.contract import (
 )
 from tidemill_contracts.models.errors import ContractMismatch
 from tidemill_contracts.models.requirements import SERVING_REQUIREMENTS, ServingRequirements
+from tidemill_contracts.models.sampling import SamplingKernels
 
 logger = logging.getLogger("tidemill.contract")
 
@@ -91,6 +92,7 @@ class ServedModel:
     static: StaticArgs
     cache: KVCache
     stages: Mapping[Phase, BoundStage]
+    sampling_kernels: SamplingKernels | None = None
 
 
 def load_model(
@@ -129,7 +131,9 @@ def load_model(
         phase: BoundStage(kernel, run, checker, static, cache)
         for phase, (kernel, run, checker) in compiled.items()
     }
-    return ServedModel(contract, config, runtime, static, cache, stages)
+    offered = getattr(contract.hooks, "sampling_kernels", None)
+    sampling_kernels = None if offered is None else offered(runtime)
+    return ServedModel(contract, config, runtime, static, cache, stages, sampling_kernels)
 
 
 def check(

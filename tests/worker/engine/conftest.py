@@ -16,6 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tidemill_contracts.models.qwen3.native.library import NoLibrary
+from tidemill_contracts.models.qwen3.native.sampling import sampling
+from tidemill_contracts.models.sampling import SamplingKernels
 from tidemill_worker.engine.engine import Engine
 from tidemill_worker.engine.pages import BlockTables, PagePool
 from tidemill_worker.engine.row import Row, RowSampling
@@ -70,6 +73,7 @@ class FakeRunner:
         self.max_step_tokens = max_step_tokens
         self.max_logit_rows = 8
         self.decodes_along = False
+        self.sampling_kernels = None
         self.told: list[tuple[Row, int]] = []
         """Every row and place that `score` has told of."""
         self.raise_for: Callable[[Row], bool] = lambda row: False
@@ -202,3 +206,22 @@ def make_row(
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+@pytest.fixture(params=["torch", "native", "x86-64-v3"])
+def kernels(request: pytest.FixtureRequest) -> SamplingKernels | None:
+    """What tokens are chosen by: torch, or the C++ library, for this machine or plain."""
+    return None if request.param == "torch" else built_kernels(request.param)
+
+
+@pytest.fixture(params=["native", "x86-64-v3"])
+def library(request: pytest.FixtureRequest) -> SamplingKernels:
+    """The C++ library alone."""
+    return built_kernels(request.param)
+
+
+def built_kernels(architecture: str) -> SamplingKernels:
+    try:
+        return sampling(architecture)
+    except NoLibrary as reason:
+        pytest.skip(str(reason))

@@ -71,6 +71,7 @@ class StrictRunner:
         """Tokens of the largest call that is possible."""
         self.max_logit_rows = max_logit_rows
         self.decodes_along = False
+        self.sampling_kernels = None
         self.told: Counter[tuple[Row, int]] = Counter()
         """How often `score` has told of a place of a row."""
         self.tokens = np.full(slots, -1, np.int64)

@@ -20,7 +20,7 @@ from tidemill_contracts.wire import (
     StructuredOutput,
 )
 from tidemill_worker import structured as structured_module
-from tidemill_worker.engine.grammar import RowGrammar, Stage, bar, constrain
+from tidemill_worker.engine.grammar import RowGrammar, Stage, bar, masks
 from tidemill_worker.structured import Grammars
 from tidemill_worker.text import Prompt, TextModel
 
@@ -48,7 +48,7 @@ def _compile(grammars: Grammars, n: int = 1, **form: object) -> list[RowGrammar]
 
 def _allowed(grammar: RowGrammar, ends: set[int] | None = None) -> set[int]:
     logits = torch.zeros(2, TEXT.vocab_size)
-    constrain(logits, {1: (grammar, {EOS} if ends is None else ends)})
+    bar(logits, masks(len(logits), {1: (grammar, {EOS} if ends is None else ends)}))
     assert (logits[0] == 0).all(), "a row without a grammar"
     return set((logits[1] == 0).nonzero()[:, 0].tolist())
 
@@ -152,7 +152,7 @@ def test_a_matcher_that_fails_in_a_mask_fails_its_row_only(grammars: Grammars) -
     good, bad = _compile(grammars, n=2, regex="ab")
     bad.matcher.consume_tokens(_ids("x"))
     logits = torch.zeros(2, TEXT.vocab_size)
-    constrain(logits, {0: (bad, {EOS}), 1: (good, {EOS})})
+    bar(logits, masks(len(logits), {0: (bad, {EOS}), 1: (good, {EOS})}))
     assert (logits[0] == -torch.inf).all()
     assert bad.error is not None
     assert bad.over

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from tests.worker.engine.conftest import make_row
+from tidemill_contracts.models.sampling import SamplingKernels
 from tidemill_worker.engine import sampler
 from tidemill_worker.engine.adjust import adjust
 from tidemill_worker.engine.logit_blocks import LogitBlocks
@@ -34,8 +35,15 @@ def _logits(rows: int, vocabulary: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def _tokens(logits: torch.Tensor, rows: list[Row]) -> list[int]:
-    return [sampled.token_id for sampled in sampler.sample(logits.clone(), rows)]
+def _sample(
+    kernels: SamplingKernels | None, logits: torch.Tensor, rows: list[Row]
+) -> list[sampler.Sampled]:
+    sampled = sampler.sample(logits.clone(), rows, kernels)
+    return [choice for choice in sampled if choice is not None]
+
+
+def _tokens(kernels: SamplingKernels | None, logits: torch.Tensor, rows: list[Row]) -> list[int]:
+    return [sampled.token_id for sampled in _sample(kernels, logits, rows)]
 
 
 def _probabilities(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
@@ -57,11 +65,11 @@ def _probabilities(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
     return (weights / weights.sum(dim=1, keepdim=True))[:, : logits.shape[1]]
 
 
-def test_temperature_zero_and_top_k_one_take_the_largest() -> None:
+def test_temperature_zero_and_top_k_one_take_the_largest(kernels: SamplingKernels | None) -> None:
     logits = _logits(3, 500)
     best = logits.argmax(dim=1).tolist()
     rows = [_row(temperature=0.0), _row(top_k=1), _row(temperature=0.0, top_p=0.1)]
-    assert _tokens(logits, rows) == best
+    assert _tokens(kernels, logits, rows) == best
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
@@ -133,9 +141,11 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     assert (_probabilities(logits, [_row(top_k=10)]) > 0).all()
 
 
-def test_a_seeded_row_draws_the_same_whatever_its_neighbours() -> None:
+def test_a_seeded_row_draws_the_same_whatever_its_neighbours(
+    kernels: SamplingKernels | None,
+) -> None:
     logits = _logits(1, 2_000)
-    alone = [_tokens(logits, [_row(seed=7, generated=n)])[0] for n in range(20)]
+    alone = [_tokens(kernels, logits, [_row(seed=7, generated=n)])[0] for n in range(20)]
     neighbours = _logits(3, 2_000, seed=2)
     for n in range(20):
         batch = torch.cat([neighbours[:2], logits, neighbours[2:]])
@@ -145,15 +155,17 @@ def test_a_seeded_row_draws_the_same_whatever_its_neighbours() -> None:
             _row(seed=7, generated=n),
             _row(seed=7, top_p=0.3),
         ]
-        assert _tokens(batch, rows)[2] == alone[n]
+        assert _tokens(kernels, batch, rows)[2] == alone[n]
     assert len(set(alone)) > 5, "the draws of one seed differ from token to token"
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution(kernels: SamplingKernels | None) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     count = 4_000
     rows = [_row(seed=n) for n in range(count)]
-    drawn = torch.bincount(torch.tensor(_tokens(logits.expand(count, 4), rows)), minlength=4)
+    drawn = torch.bincount(
+        torch.tensor(_tokens(kernels, logits.expand(count, 4), rows)), minlength=4
+    )
     torch.testing.assert_close(drawn / count, logits.softmax(dim=1)[0], atol=0.03, rtol=0.0)
 
 
@@ -163,6 +175,21 @@ def test_uniform_draws_are_uniform_and_depend_on_seed_and_index() -> None:
     assert abs(sum(draws) / len(draws) - 0.5) < 0.03
     assert sampler.uniform(3, 5) == draws[5]
     assert sampler.uniform(4, 5) != draws[5]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 16, 50])
+def test_rows_of_nan_or_infinity_get_no_token_and_hurt_nobody(
+    vocabulary: int, kernels: SamplingKernels | None
+) -> None:
+    logits = _logits(6, vocabulary)
+    rows = [_row(seed=n, logprobs=1) for n in range(6)]
+    clean = _sample(kernels, logits, rows)
+    for line, value in ((1, torch.nan), (2, torch.inf), (4, -torch.inf), (5, 3e38)):
+        logits[line, -1] = value
+    sampled = sampler.sample(logits.clone(), rows, kernels)
+    assert [choice is None for choice in sampled] == [False, True, True, False, True, False]
+    assert [sampled[0], sampled[3]] == [clean[0], clean[3]]
+    assert sampler.sample(logits[1:3].clone(), rows[1:3], kernels) == [None, None]
 
 
 def test_nan_and_infinite_rows_are_found() -> None:
@@ -180,70 +207,82 @@ def test_nan_and_infinite_rows_are_found() -> None:
     "filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 2, "top_p": 0.5}]
 )
 def test_a_temperature_near_zero_draws_no_token_that_does_not_exist(
-    temperature: float, filters: dict[str, Any]
+    temperature: float, filters: dict[str, Any], kernels: SamplingKernels | None
 ) -> None:
     # float32 takes 1e-46 for 0, and 0 / 0 is NaN.
     logits = torch.tensor([[1e4, -1e4, 9_900.0]])
-    assert _tokens(logits, [_row(temperature=temperature, **filters)]) == [0]
+    assert _tokens(kernels, logits, [_row(temperature=temperature, **filters)]) == [0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_repetition_penalty_near_zero_draws_no_token_that_does_not_exist(
-    temperature: float,
+    temperature: float, kernels: SamplingKernels | None
 ) -> None:
     # It makes the logits of seen tokens infinite, and inf - inf is NaN.
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     row = _row(temperature=temperature, repetition_penalty=1e-44)
     assert row.token_ids == [1, 2]
-    assert _tokens(logits, [row])[0] in (1, 2)
+    assert _tokens(kernels, logits, [row])[0] in (1, 2)
 
 
-def test_no_option_is_spoilt_by_a_whole_number_for_a_fraction() -> None:
+def test_no_option_is_spoilt_by_a_whole_number_for_a_fraction(
+    kernels: SamplingKernels | None,
+) -> None:
     logits = _logits(3, 300)
     whole = [_row(temperature=1, min_p=0, top_p=1), _row(temperature=2, top_p=1, top_k=9)]
     whole.append(_row(temperature=1, repetition_penalty=2, presence_penalty=1, min_p=1))
     parts = [_row(temperature=1.0, min_p=0.0, top_p=1.0), _row(temperature=2.0, top_k=9)]
     parts.append(_row(repetition_penalty=2.0, presence_penalty=1.0, min_p=1.0))
-    assert _tokens(logits, whole) == _tokens(logits, parts)
+    assert _tokens(kernels, logits, whole) == _tokens(kernels, logits, parts)
 
 
-def test_a_top_k_over_the_vocabulary_or_of_zero_beside_others_kills_nobody() -> None:
+def test_a_top_k_over_the_vocabulary_or_of_zero_beside_others_kills_nobody(
+    kernels: SamplingKernels | None,
+) -> None:
     logits = _logits(7, 151_936)
     rows = [_row(seed=n, top_k=k) for n, k in enumerate((0, 1, 64, 151_936, 10**9, 20, 151_937))]
-    drawn = _tokens(logits, rows)
-    assert drawn == [_tokens(logits[n : n + 1], [row])[0] for n, row in enumerate(rows)]
+    drawn = _tokens(kernels, logits, rows)
+    assert drawn == [_tokens(kernels, logits[n : n + 1], [row])[0] for n, row in enumerate(rows)]
     assert drawn[1] == int(logits[1].argmax())
     # Limits beyond the vocabulary are none.
     for n in (3, 4, 6):
-        assert _tokens(logits[n : n + 1], [_row(seed=n)]) == [drawn[n]]
+        assert _tokens(kernels, logits[n : n + 1], [_row(seed=n)]) == [drawn[n]]
 
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 2_049])
-def test_no_token_is_drawn_from_what_fills_the_last_block(vocabulary: int) -> None:
+def test_no_token_is_drawn_from_what_fills_the_last_block(
+    vocabulary: int, kernels: SamplingKernels | None
+) -> None:
     logits = torch.full((60, vocabulary), -1e4)
     options: list[dict[str, Any]] = [{}, {"top_k": 10**6}, {"top_p": 0.999}, {"min_p": 1e-9}]
     rows = [_row(seed=n, temperature=5.0, **options[n % 4]) for n in range(60)]
-    assert max(_tokens(logits, rows)) < vocabulary
+    assert max(_tokens(kernels, logits, rows)) < vocabulary
 
 
-def test_ten_thousand_hot_draws_from_a_padded_head_are_in_the_vocabulary() -> None:
+def test_ten_thousand_hot_draws_from_a_padded_head_are_in_the_vocabulary(
+    kernels: SamplingKernels | None,
+) -> None:
     # As the runner does it: the head is wider than the vocabulary, and its pad rows are garbage.
     head = torch.randn(100, 640, generator=torch.Generator().manual_seed(4))
     head[:, 600:] = 1e3
     drawn: list[int] = []
     for start in range(0, 10_000, 100):
         rows = [_row(seed=start + n, temperature=5.0) for n in range(100)]
-        drawn += _tokens(head[:, :600], rows)
+        drawn += _tokens(kernels, head[:, :600], rows)
     assert max(drawn) < 600
     assert len(set(drawn)) > 500
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.6}, {"top_k": 900}])
-def test_draws_from_many_blocks_follow_the_distribution(filters: dict[str, Any]) -> None:
+def test_draws_from_many_blocks_follow_the_distribution(
+    filters: dict[str, Any], kernels: SamplingKernels | None
+) -> None:
     logits = _logits(1, 2_000) / 3
     count = 4_000
     rows = [_row(seed=n, **filters) for n in range(count)]
-    drawn = torch.bincount(torch.tensor(_tokens(logits.expand(count, -1), rows)), minlength=2_000)
+    drawn = torch.bincount(
+        torch.tensor(_tokens(kernels, logits.expand(count, -1), rows)), minlength=2_000
+    )
     expected = _probabilities(logits, rows[:1])[0]
     assert not drawn[expected == 0].any()
     found = (drawn / count).view(40, 50).sum(dim=1)
@@ -333,7 +372,7 @@ def test_end_tokens_are_barred_until_there_are_enough_tokens() -> None:
         assert torch.isinf(_adjusted(row, _logits(1, 10))[0]).nonzero()[:, 0].tolist() == barred
 
 
-def test_options_of_one_row_do_not_touch_its_neighbours() -> None:
+def test_options_of_one_row_do_not_touch_its_neighbours(kernels: SamplingKernels | None) -> None:
     logits = _logits(5, 400)
     rows = [
         _row(seed=1),
@@ -342,21 +381,23 @@ def test_options_of_one_row_do_not_touch_its_neighbours() -> None:
         _row(seed=4, allowed_token_ids=[7]),
         _row(seed=5, bad_words=[[1]], min_p=0.2, top_k=7, repetition_penalty=1.5),
     ]
-    alone = [_tokens(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
-    assert _tokens(logits, rows) == alone
+    alone = [_tokens(kernels, logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    assert _tokens(kernels, logits, rows) == alone
     assert alone[1] == 5
     assert alone[3] == 7
 
 
-def test_a_row_whose_options_bar_every_token_is_told_and_hurts_nobody() -> None:
+def test_a_row_whose_options_bar_every_token_is_told_and_hurts_nobody(
+    kernels: SamplingKernels | None,
+) -> None:
     rows = [_row(temperature=0.0), _row(allowed_token_ids=[3], bad_words=[[3]])]
     logits = _logits(2, 10)
-    first, second = sampler.sample(logits.clone(), rows)
+    first, second = _sample(kernels, logits, rows)
     assert first.token_id == int(logits[0].argmax())
     assert second.token_id == -1
 
 
-def test_log_probabilities_are_the_models_own() -> None:
+def test_log_probabilities_are_the_models_own(kernels: SamplingKernels | None) -> None:
     logits = _logits(3, 200)
     rows = [
         _row(temperature=0.0, logprobs=3, logit_bias={9: 100.0}),
@@ -364,7 +405,7 @@ def test_log_probabilities_are_the_models_own() -> None:
         _row(logprob_token_ids=[4, 2], temperature=5.0),
     ]
     expected = logits.log_softmax(dim=1)
-    sampled = sampler.sample(logits.clone(), rows)
+    sampled = _sample(kernels, logits, rows)
     assert sampled[0].token_id == 9
     for line, choice in enumerate(sampled):
         assert choice.logprobs is not None
@@ -380,7 +421,9 @@ def test_log_probabilities_are_the_models_own() -> None:
     assert third.listed == pytest.approx({4: float(expected[2, 4]), 2: float(expected[2, 2])})
 
 
-def test_more_log_probabilities_than_tokens_are_all_of_them() -> None:
-    (choice,) = sampler.sample(_logits(1, 5), [_row(logprobs=128)])
+def test_more_log_probabilities_than_tokens_are_all_of_them(
+    kernels: SamplingKernels | None,
+) -> None:
+    (choice,) = _sample(kernels, _logits(1, 5), [_row(logprobs=128)])
     assert choice.logprobs is not None
     assert sorted(choice.logprobs.top) == [0, 1, 2, 3, 4]

@@ -29,6 +29,7 @@ from transformers.generation.logits_process import (
 )
 
 from tests.worker.engine.conftest import make_row
+from tidemill_contracts.models.sampling import Draw, SamplingKernels
 from tidemill_worker.engine import sampler
 from tidemill_worker.engine.adjust import adjust
 from tidemill_worker.engine.logit_blocks import LogitBlocks
@@ -125,6 +126,35 @@ def test_every_mix_of_filters_in_one_batch_leaves_what_transformers_leaves(
         # Their float32 sums may end one token of no weight sooner or later.
         differs = (found[line] > 0) != (expected > 0)
         assert expected[differs].sum() + found[line][differs].sum() < 1e-6, row.sampling
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 0.6, 1, 10])
+@pytest.mark.parametrize("name", CRAFTED)
+def test_the_library_draws_from_what_transformers_leaves(
+    name: str, temperature: float, library: SamplingKernels
+) -> None:
+    """A draw by inverse CDF tells of the whole distribution: at 0 it is the first token left, and
+    from one number to the next no token is passed over."""
+    logits = CRAFTED[name]
+    options = itertools.product(
+        [0, 1, 7, 64, VOCABULARY, 10**9], [0.0, 0.1, 1.0], [1.0, 0.95, 0.3, 1e-6]
+    )
+    uniforms = [0.0, 0.1, 0.37, 0.5, 0.8, 1 - 2**-52]
+    for top_k, min_p, top_p in options:
+        row = _row(temperature=temperature, top_k=top_k, min_p=min_p, top_p=top_p)
+        scores = logits[None]
+        for warper in _warpers(row.sampling):
+            scores = _keep_ties(warper(None, scores)[0], scores[0])[None]
+        below = torch.cat((torch.zeros(1), scores[0].double().softmax(dim=0).cumsum(dim=0)))
+        draws = [
+            Draw(uniform, temperature=temperature, top_k=top_k, min_p=min_p, top_p=top_p)
+            for uniform in uniforms
+        ]
+        drawn = library.draw(logits.expand(len(draws), -1), draws)
+        for token, uniform in zip(drawn, uniforms, strict=True):
+            if uniform == 0:
+                assert scores[0, token].isfinite(), row.sampling
+            assert below[token] - 1e-5 <= uniform <= below[token + 1] + 1e-5, row.sampling
 
 
 @pytest.mark.parametrize("name", ["plain", "ties", "one dominates", "far apart"])

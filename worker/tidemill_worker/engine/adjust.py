@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tidemill_worker.engine.grammar import constrain
+from tidemill_worker.engine.grammar import Bits, bar, masks
 from tidemill_worker.engine.row import Row
 
 
@@ -26,8 +26,32 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> None:
     _add(logits, [list(_penalties(row)) for row in rows])
     _add(logits, [list(row.sampling.logit_bias.items()) for row in rows])
     _allow(logits, rows)
-    _constrain(logits, rows)
-    _bar(logits, [list(_barred(row)) for row in rows])
+    bits = grammar_masks(rows)
+    if bits is not None:
+        bar(logits, bits)
+    _bar(logits, [list(barred(row)) for row in rows])
+
+
+def grammar_masks(rows: Sequence[Row]) -> Bits | None:
+    """What the rows' grammars allow next, ``None`` where no row is held to one just now."""
+    held = {
+        line: (row.grammar, row.end_token_ids)
+        for line, row in enumerate(rows)
+        if row.grammar is not None and row.held
+    }
+    return masks(len(rows), held) if held else None
+
+
+def barred(row: Row) -> Iterator[int]:
+    """Tokens that must not come next."""
+    if row.grammar is not None:
+        yield from row.grammar.barred
+    if row.generated < row.min_tokens:
+        yield from row.end_token_ids
+    for word in row.sampling.bad_words:
+        *before, last = word
+        if len(before) <= row.generated and row.token_ids[row.known - len(before) :] == before:
+            yield last
 
 
 def _repeat(logits: Tensor, rows: Sequence[Row]) -> None:
@@ -57,18 +81,6 @@ def _penalties(row: Row) -> Iterator[tuple[int, float]]:
             yield token_id, -presence - frequency * count
 
 
-def _barred(row: Row) -> Iterator[int]:
-    """Tokens that must not come next."""
-    if row.grammar is not None:
-        yield from row.grammar.barred
-    if row.generated < row.min_tokens:
-        yield from row.end_token_ids
-    for word in row.sampling.bad_words:
-        *before, last = word
-        if len(before) <= row.generated and row.token_ids[row.known - len(before) :] == before:
-            yield last
-
-
 def _add(logits: Tensor, changes: Sequence[Sequence[tuple[int, float]]]) -> None:
     lines = [line for line, pairs in enumerate(changes) for _ in pairs]
     if lines:
@@ -84,16 +96,6 @@ def _allow(logits: Tensor, rows: Sequence[Row]) -> None:
             kept = logits[line, allowed]
             logits[line] = -torch.inf
             logits[line, allowed] = kept
-
-
-def _constrain(logits: Tensor, rows: Sequence[Row]) -> None:
-    held = {
-        line: (row.grammar, row.end_token_ids)
-        for line, row in enumerate(rows)
-        if row.grammar is not None and row.grammar.masks
-    }
-    if held:
-        constrain(logits, held)
 
 
 def _bar(logits: Tensor, barred: Sequence[Sequence[int]]) -> None:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from tidemill_contracts.models.contract import Phase
 from tidemill_contracts.models.errors import KVCacheLost
+from tidemill_contracts.models.sampling import SamplingKernels, Telling
 from tidemill_contracts.wire import ErrorCode, JobError, TokenLogprobs
 from tidemill_worker.engine import sampler
-from tidemill_worker.engine.logprobs import token_logprobs
+from tidemill_worker.engine.logprobs import tell, token_logprobs
 from tidemill_worker.engine.memory import CallLimit, free_memory_of, is_out_of_memory
 from tidemill_worker.engine.pages import BlockTables
 from tidemill_worker.engine.row import FailedStep, Row
@@ -44,6 +45,10 @@ class Runner(Protocol):
     @property
     def decodes_along(self) -> bool:
         """Whether decode rows are best run as chunks of one token where others are prefilled."""
+
+    @property
+    def sampling_kernels(self) -> SamplingKernels | None:
+        """``None`` where tokens are chosen in torch."""
 
     def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
         """Of each row's last known token."""
@@ -248,6 +253,7 @@ class Engine:
         the last known token. Nothing of a row changes before all of that has gone well."""
         if not chunks:
             return
+        kernels = self._runner.sampling_kernels
         try:
             told: list[list[TokenLogprobs] | None] = [[] for _ in chunks]
             if phase == "decode":
@@ -258,7 +264,7 @@ class Engine:
                 places = self._runner.score(chunks, self.scheduler.tables)
                 ends = list(accumulate(len(chunk.told) for chunk in chunks))
                 told = [
-                    _tell(chunk, places[end - len(chunk.told) : end])
+                    _tell(chunk, places[end - len(chunk.told) : end], kernels)
                     for chunk, end in zip(chunks, ends, strict=True)
                 ]
                 logits = places[[end - 1 for end in ends]]
@@ -269,16 +275,13 @@ class Engine:
             ]
             if len(done) < len(chunks):
                 logits = logits[done]
-            finite = sampler.finite_rows(logits)
-            if not all(finite):
-                logits = logits[finite]
-            sound = [chunks[i].row for i, good in zip(done, finite, strict=True) if good]
-            sampled = sampler.sample(logits, sound) if sound else []
+            sampled = sampler.sample(logits, [chunks[i].row for i in done], kernels)
         except Exception as error:
             self._troubled = True
             self._split(phase, chunks, error)
             return
-        spoilt = {i for i, good in zip(done, finite, strict=True) if not good}
+        chosen = {i: choice for i, choice in zip(done, sampled, strict=True) if choice is not None}
+        spoilt = set(done) - set(chosen)
         for i, (chunk, entries) in enumerate(zip(chunks, told, strict=True)):
             if entries is None or i in spoilt:
                 tokens = chunk.row.computed + chunk.length
@@ -286,7 +289,7 @@ class Engine:
                 self._blame(phase, chunk, ErrorCode.NONFINITE_LOGITS, message)
             chunk.row.prompt_logprobs += entries or []
             chunk.row.computed += chunk.length
-        self._append(sound, sampled)
+        self._append([chunks[i].row for i in chosen], list(chosen.values()))
 
     def _split(self, phase: Phase, chunks: Sequence[Chunk], error: Exception) -> None:
         """Runs the halves of a call that raised, until the bad row is alone.
@@ -409,17 +412,20 @@ def _runs(row: Row) -> bool:
     return row.table_index >= 0 and not row.ended
 
 
-def _tell(chunk: Chunk, logits: Tensor) -> list[TokenLogprobs] | None:
+def _tell(
+    chunk: Chunk, logits: Tensor, kernels: SamplingKernels | None
+) -> list[TokenLogprobs] | None:
     """The log probabilities of prompt tokens, from ``[places, vocabulary]`` logits of the places
     that the chunk tells of; ``None`` where they are not finite."""
-    if not all(sampler.finite_rows(logits)):
-        return None
     row, places = chunk.row, chunk.told
     # The last place of a prompt tells of no token of it, but of the first to be sampled.
     token_ids = row.token_ids[places.start + 1 : places.stop + 1]
-    return token_logprobs(
-        logits[: len(token_ids)].log_softmax(dim=1),
-        token_ids,
-        row.sampling.prompt_logprobs or 0,
-        row.sampling.logprob_token_ids,
-    )
+    top, listed = row.sampling.prompt_logprobs or 0, row.sampling.logprob_token_ids
+    if kernels is not None:
+        asked = [Telling(line, token_id, top, listed) for line, token_id in enumerate(token_ids)]
+        told = tell(kernels, logits, asked)
+        sound = [entry for entry in told if entry is not None]
+        return sound if len(sound) == len(told) else None
+    if not all(sampler.finite_rows(logits)):
+        return None
+    return token_logprobs(logits[: len(token_ids)].log_softmax(dim=1), token_ids, top, listed)

@@ -149,19 +149,19 @@ class RowGrammar:
         self.error = refusal("$.sampling.structured", self.matcher.get_error())
 
 
-def constrain(logits: Tensor, held: Mapping[int, tuple[RowGrammar, Collection[int]]]) -> None:
-    """Bars in logits ``[rows, vocabulary]``, in place, what the grammars do not allow.
+def masks(rows: int, held: Mapping[int, tuple[RowGrammar, Collection[int]]]) -> Bits:
+    """What the grammars allow next in each of so many rows.
 
-    `held` has the grammar and the end tokens of each row that is held to one; others stay as they
-    are.
+    `held` has the grammar and the end tokens of each row that is held to one; others may go on
+    with any token.
     """
     vocabulary = next(iter(held.values()))[0].vocabulary
-    bits = allocate_token_bitmask(len(logits), vocabulary.size + 1)  # all allowed
+    bits = allocate_token_bitmask(rows, vocabulary.size + 1)  # all allowed
     matchers = [(grammar.matcher, line) for line, (grammar, _) in held.items()]
     fill_next_token_bitmask_par(vocabulary.executor, matchers, bits)
     for line, (grammar, end_token_ids) in held.items():
         grammar.extend(bits[line], end_token_ids)
-    bar(logits, bits)
+    return bits
 
 
 def bar(logits: Tensor, bits: Bits) -> None:

@@ -159,6 +159,11 @@ class Row:
         return self.untold.start if self.untold else self.known - 1
 
     @property
+    def held(self) -> bool:
+        """Whether a mask says which token may come next."""
+        return self.grammar is not None and self.grammar.masks
+
+    @property
     def output_token_ids(self) -> Sequence[int]:
         return self.token_ids[self.prompt_len :]
 

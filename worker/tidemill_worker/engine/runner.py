@@ -39,6 +39,7 @@ class ModelRunner:
         self.runtime = model.runtime
         self.max_logit_rows = model.runtime.max_logit_rows
         self.decodes_along = model.stages["prefill"].decodes_along
+        self.sampling_kernels = model.sampling_kernels
         self._width = model.contract.hooks.logits_width(model.config)
         rows = model.runtime.max_batch_size
         self._logits = torch.zeros((rows, self._width), device=model.runtime.device)

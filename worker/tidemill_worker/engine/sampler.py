@@ -1,5 +1,7 @@
 """Chooses each row's next token, for all rows of a step at once, in fp32.
 
+By the contract's kernels where it has some. Otherwise, and as what those are held to, in torch.
+
 Randomness is counter-based: the draw for a row's n-th token is a function of the row's seed and
 n alone. So a seeded row's tokens depend neither on its neighbours nor on joins, leaves,
 preemptions or the device, and there is no generator state to carry.
@@ -16,10 +18,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tidemill_contracts.models.sampling import (
+    NO_TOKEN,
+    NOT_FINITE,
+    Draw,
+    SamplingKernels,
+    Telling,
+)
 from tidemill_contracts.wire import TokenLogprobs
-from tidemill_worker.engine.adjust import adjust
+from tidemill_worker.engine.adjust import adjust, barred, grammar_masks
+from tidemill_worker.engine.grammar import Bits
 from tidemill_worker.engine.logit_blocks import BLOCK, LogitBlocks
-from tidemill_worker.engine.logprobs import token_logprobs
+from tidemill_worker.engine.logprobs import tell, token_logprobs
 from tidemill_worker.engine.row import Row, RowSampling
 
 _WIDTHS = (64, 256, 1024)
@@ -52,26 +62,59 @@ class Sampled:
     """The next token of one row."""
 
     token_id: int
-    """−1 where the job's own options leave no token to choose from."""
+    """`NO_TOKEN` where the job's own options leave none to choose from."""
     logprobs: TokenLogprobs | None = None
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
-    """The next token of each row.
+def sample(
+    logits: Tensor, rows: Sequence[Row], kernels: SamplingKernels | None = None
+) -> list[Sampled | None]:
+    """The next token of each row, ``None`` where its logits are NaN or infinite.
 
-    `logits` is float32 ``[rows, vocabulary]``, finite, and already sliced to the real
-    vocabulary: the pad entries of the head are garbage. It is changed in place. Where a budget
-    ends a row's thoughts, the token is that of the closing sentence, whatever the job's options
-    make of it.
+    `logits` is float32 ``[rows, vocabulary]``, already sliced to the real vocabulary: the pad
+    entries of the head are garbage. It may be changed in place. Where a budget ends a row's
+    thoughts, the token is that of the closing sentence, whatever the job's options make of it.
     """
+    if kernels is not None:
+        return _sample_by(kernels, logits, rows)
+    finite = finite_rows(logits)
+    sound = [row for row, good in zip(rows, finite, strict=True) if good]
+    if not sound:
+        return [None] * len(rows)
+    sampled = iter(_sample_in_torch(logits if all(finite) else logits[finite], sound))
+    return [next(sampled) if good else None for good in finite]
+
+
+def _sample_by(
+    kernels: SamplingKernels, logits: Tensor, rows: Sequence[Row]
+) -> list[Sampled | None]:
+    bits = grammar_masks(rows)
+    draws = [
+        _draw_of(row, bits[line] if bits is not None and row.held else None)
+        for line, row in enumerate(rows)
+    ]
+    tokens = _settled(kernels.draw(logits, draws), rows)
+    asked = [
+        Telling(line, tokens[line], row.sampling.logprobs or 0, row.sampling.logprob_token_ids)
+        for line, row in enumerate(rows)
+        if row.sampling.wants_logprobs and tokens[line] >= 0
+    ]
+    told = {
+        telling.line: logprobs
+        for telling, logprobs in zip(asked, tell(kernels, logits, asked), strict=True)
+    }
+    return [
+        None if token == NOT_FINITE else Sampled(token, told.get(line))
+        for line, token in enumerate(tokens)
+    ]
+
+
+def _sample_in_torch(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
     told = [index for index, row in enumerate(rows) if row.sampling.wants_logprobs]
     # Of the model itself: before the job's penalties, biases, temperature and filters.
     log_probabilities = logits[told].log_softmax(dim=1) if told else None
     adjust(logits, rows)
-    tokens = [
-        token if row.thinking is None else row.thinking.settle(token)
-        for token, row in zip(_choose(logits, rows), rows, strict=True)
-    ]
+    tokens = _settled(_choose(logits, rows), rows)
     sampled = [Sampled(token) for token in tokens]
     if log_probabilities is not None:
         for line, index in enumerate(told):
@@ -88,13 +131,41 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
     return sampled
 
 
+def _settled(drawn: Sequence[int], rows: Sequence[Row]) -> list[int]:
+    """The drawn tokens, or those that a budget of thoughts has come instead."""
+    return [
+        token if row.thinking is None or token == NOT_FINITE else row.thinking.settle(token)
+        for token, row in zip(drawn, rows, strict=True)
+    ]
+
+
+def _draw_of(row: Row, mask: Bits | None) -> Draw:
+    sampling = row.sampling
+    return Draw(
+        uniform=uniform(sampling.seed, row.generated),
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        token_ids=row.token_ids if sampling.penalises else (),
+        prompt_len=row.prompt_len if sampling.penalises else 0,
+        logit_bias=sampling.logit_bias,
+        allowed=sampling.allowed_token_ids,
+        mask=mask,
+        barred=tuple(barred(row)),
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        min_p=sampling.min_p,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+    )
+
+
 def _choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     blocks = LogitBlocks.of(logits)
     largest, likeliest = blocks.argmax()
     tokens: list[int] = likeliest.tolist()
     for line, value in enumerate(largest.tolist()):
         if value == -math.inf:
-            tokens[line] = -1
+            tokens[line] = NO_TOKEN
     drawing = [i for i, row in enumerate(rows) if not row.sampling.greedy and tokens[i] >= 0]
     free = [line for line in drawing if rows[line].sampling.unfiltered]
     limited = [line for line in drawing if not rows[line].sampling.unfiltered]

@@ -41,6 +41,7 @@ from tidemill_contracts.models.qwen3.host import DeviceHostFn, Kernel
 from tidemill_contracts.models.qwen3.native import layout, library
 from tidemill_contracts.models.qwen3.native.choice import Sizes, native_library
 from tidemill_contracts.models.qwen3.native.library import Library
+from tidemill_contracts.models.qwen3.native.sampling import native_sampling
 from tidemill_contracts.models.qwen3.ops.choice import installed
 from tidemill_contracts.models.qwen3.validation import (
     Mismatch,
@@ -49,6 +50,7 @@ from tidemill_contracts.models.qwen3.validation import (
 )
 from tidemill_contracts.models.qwen3.variants import Variant
 from tidemill_contracts.models.qwen3.weights import prepare
+from tidemill_contracts.models.sampling import SamplingKernels
 
 FAMILY = "qwen3"
 
@@ -160,6 +162,9 @@ class Qwen3Hooks:
         built = self._library(config, runtime)
         matrices = None if built is None else layout.Tiled(built)
         return prepare(source, config, runtime, exporter, matrices)
+
+    def sampling_kernels(self, runtime: RuntimeConfig) -> SamplingKernels | None:
+        return native_sampling(runtime)
 
     def _library(self, config: ModelConfig, runtime: RuntimeConfig) -> Library | None:
         """The C++ library where stages, weights and cache are to be laid out for it."""

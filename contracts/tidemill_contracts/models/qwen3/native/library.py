@@ -1,7 +1,7 @@
-"""Builds the C++ library once per machine, and loads it.
+"""Builds C++ libraries once per machine, and loads the one that a model's steps run on.
 
-It lies in a cache folder under a hash of everything that shaped it: the sources, the compiler, its
-options and the machine's instruction set.
+They lie in a cache folder, each under a hash of everything that shaped it: the sources, the
+compiler, its options and the machine's instruction set.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -114,12 +115,19 @@ def library(architecture: str = "native") -> Library:
     """
     if architecture == "native":
         _require_matrix_unit()
+    return Library(built(SOURCES, architecture))
+
+
+def built(sources: Sequence[str], architecture: str) -> Path:
+    """The library of these sources, the first of which includes the others. Raises `NoLibrary`."""
+    _require_linux()
     compiler = _require_compiler()
     options = (*OPTIONS, f"-march={architecture}")
-    target = _cache_folder() / f"qwen3-{_key(compiler, options)}.so"
+    source = Path(__file__).parent / sources[0]
+    target = _cache_folder() / f"{source.stem}-{_key(compiler, options, sources)}.so"
     if not target.exists():
-        _build(compiler, options, target)
-    return Library(target)
+        _build(compiler, options, source, target)
+    return target
 
 
 def find_compiler() -> str | None:
@@ -143,9 +151,13 @@ def _require_compiler() -> str:
     return compiler
 
 
-def _require_matrix_unit() -> None:
+def _require_linux() -> None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise NoLibrary("it needs Linux on x86-64")
+
+
+def _require_matrix_unit() -> None:
+    _require_linux()
     missing = [name for name in MATRIX_UNIT if name not in _cpu_flags()]
     if missing:
         raise NoLibrary(f"the CPU has no {' and no '.join(missing)}")
@@ -164,21 +176,20 @@ def _cache_folder() -> Path:
     return Path(root) / "tidemill"
 
 
-def _key(compiler: str, options: tuple[str, ...]) -> str:
+def _key(compiler: str, options: tuple[str, ...], sources: Sequence[str]) -> str:
     digest = hashlib.sha256()
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise NoLibrary(f"the compiler {compiler} does not run: {error}") from error
     digest.update(version + "\0".join((*options, *sorted(_cpu_flags()))).encode())
-    for name in SOURCES:
+    for name in sources:
         digest.update((Path(__file__).parent / name).read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _build(compiler: str, options: tuple[str, ...], target: Path) -> None:
+def _build(compiler: str, options: tuple[str, ...], source: Path, target: Path) -> None:
     """Through a file of its own, so that workers that start together do not meet."""
-    source = Path(__file__).parent / SOURCES[0]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
