@@ -18,8 +18,8 @@ from typing import Any
 
 import click
 import torch
-
 from deterministic import run_ms, step_inputs
+
 from tidemill_contracts.models.checkpoint import Checkpoint
 from tidemill_contracts.models.qwen3.native.sampling import sampling
 from tidemill_contracts.models.registry import open_model
