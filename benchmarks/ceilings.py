@@ -34,6 +34,13 @@ class Ceilings:
             max(self.matrix_tflop_s, other.matrix_tflop_s),
         )
 
+    def mean(self, other: Ceilings) -> Ceilings:
+        return Ceilings(
+            self.threads,
+            (self.read_gb_s + other.read_gb_s) / 2,
+            (self.matrix_tflop_s + other.matrix_tflop_s) / 2,
+        )
+
 
 def measure(threads: int = 2, repeats: int = 5) -> Ceilings:
     command = [str(_program()), str(threads), str(repeats)]

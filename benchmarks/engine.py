@@ -4,10 +4,16 @@
     python benchmarks/engine.py out/qwen3-0.6b --workload W1 --workload D32
 
 Prints one JSON line a run and one with the medians of each workload. The machine's ceilings are
-measured before, between and after the runs. `ceiling_fraction` is, for D, the time that reading
-weights and KV cache once would take at that bandwidth over the time of a step; for P the rate of
-multiplication over that of the matrix unit; for W the time that both together allow over the time
-that the file took.
+measured before, between and after the runs, and the best of them count: `ceiling_fraction` is the
+time that they allow (`floor.py` says how that is reckoned) over the median time that it took.
+
+`rss_of_budget` is the process's peak of resident memory, libraries and the mapped checkpoint
+included, over the weights as prepared and the KV cache **as far as its memory was ever touched**;
+`rss_of_reserved` counts the whole of the KV cache, which is set aside but not taken until rows use
+it.
+
+With `--serve` it measures no ceilings: it runs the workloads that standard input names, a line
+each, as `compare.py` asks for them.
 """
 
 from __future__ import annotations
@@ -15,9 +21,11 @@ from __future__ import annotations
 import json
 import resource
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +35,7 @@ import click
 import torch
 import workloads
 from ceilings import Ceilings
+from floor import Floor
 from workloads import Request, rounded
 
 from tidemill_contracts.models.runtime import RuntimeOptions
@@ -44,6 +53,7 @@ class Bench:
 
     def __init__(self, model: Path, options: RuntimeOptions, threads: int) -> None:
         self.threads = threads
+        self.floor = Floor.of(model)
         self.runner = ModelRunner.load(model, options)
         self.max_rows, self.max_step_tokens = options.max_rows, options.max_step_tokens
 
@@ -64,6 +74,7 @@ class Bench:
             nonlocal left
             for row in rows:
                 assert row.error is None, row.error
+                assert row.known == row.max_len, f"row {row.id} ended early"
             left -= len(rows)
             if not left:
                 done.set()
@@ -86,43 +97,64 @@ class Bench:
         engine.stop()
         return taken
 
-    def limit_s(self, name: str, limits: Ceilings) -> float:
-        """The least time that the machine allows: of a step for D, of the whole for the others."""
-        requests = workloads.workload(name)
-        weights = self.runner.model.static.nbytes
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights that a decode step reads: all but tables, and but an embedding that is no
+        head besides."""
+        tensors = self.runner.model.static.named()
+        looked_up = {"embed", "rope_cos", "rope_sin"}
+        read = {t.data_ptr(): t.nbytes for name, t in tensors.items() if name not in looked_up}
+        return sum(read.values())
+
+    @property
+    def budget(self) -> Budget:
+        cache = self.runner.model.cache
         spec = self.runner.contract.hooks.cache_spec(self.runner.config, self.runner.runtime)
-        kv_token = spec.bytes_per_page / spec.page_size
-        read, flops = limits.read_gb_s * 1e9, (limits.matrix_tflop_s or float("nan")) * 1e12
-        if name.startswith("D"):
-            # Over the run, a row's mean context is its prompt and half of what it writes.
-            context = sum(len(r.prompt) + r.new_tokens / 2 for r in requests)
-            return (weights + kv_token * context) / read
-        prefill = sum(self._prompt_flops(len(r.prompt)) for r in requests) / flops
-        if name == "P":
-            return prefill
-        # Decode: as many steps as the longest answer takes with all rows side by side, at least.
-        steps = max(r.new_tokens for r in requests)
-        waves = -(-len(requests) // self.max_rows)
-        context = sum(r.new_tokens * (len(r.prompt) + r.new_tokens / 2) for r in requests)
-        tokens = sum(r.new_tokens for r in requests)
-        moved = weights * steps * waves + kv_token * context
-        return prefill + max(moved / read, tokens * 2 * self._parameters() / flops)
+        return Budget(
+            weights=self.runner.model.static.nbytes,
+            reserved=self.runner.runtime.total_kv_pages * spec.bytes_per_page,
+            touched=resident_bytes(cache.k) + resident_bytes(cache.v),
+        )
 
-    def _parameters(self) -> float:
-        """Weights that every token is multiplied with, the head among them."""
-        return float(self.runner.model.static.nbytes / self.runner.runtime.dtype.itemsize)
 
-    def _prompt_flops(self, length: int) -> float:
-        config = self.runner.config
-        head = config.vocab_size * config.hidden_size
-        layers = self._parameters() - head
-        causal = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-        return length * (2 * layers + causal * length) + 2 * head
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes that a model is to get by with."""
+
+    weights: int
+    reserved: int
+    """The KV cache's address space."""
+    touched: int
+    """What of it was ever written, in the system's pages."""
+
+    def describe(self) -> dict[str, float]:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {
+            "peak_rss_gib": peak / 2**30,
+            "rss_of_budget": peak / (self.weights + self.touched),
+            "rss_of_reserved": peak / (self.weights + self.reserved),
+        }
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """What of a tensor's memory is there (proc_pid_smaps(5)); its mapping must be its own."""
+    mapped = resident = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            begin = tensor.data_ptr()
+            mapped = max(0, min(end, begin + tensor.nbytes) - max(start, begin))
+        elif first == "Rss:" and mapped:
+            # A neighbour may have been merged into the mapping: no more than is the tensor's.
+            resident += min(mapped, int(rest[0]) * 1024)
+    return resident
 
 
 @click.command()
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--workload", "names", multiple=True, default=workloads.NAMES, show_default=True)
+@click.option("--serve", is_flag=True, help="Run the workloads that standard input names.")
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--threads", default=2, show_default=True)
 @click.option("--max-rows", default=64, show_default=True)
@@ -134,6 +166,7 @@ class Bench:
 def main(
     model: Path,
     names: Sequence[str],
+    serve: bool,
     repeats: int,
     threads: int,
     max_rows: int,
@@ -157,13 +190,27 @@ def main(
     )
     bench = Bench(model, options, threads)
     bench.run([Request([1], 1)])
-    print(json.dumps({"event": "ready", "seconds": round(time.perf_counter() - started, 2)}))
+
+    def tell(line: dict[str, Any]) -> None:
+        print(json.dumps(rounded({**line, **bench.budget.describe()})), flush=True)
+
+    tell(
+        {
+            "event": "ready",
+            "seconds": time.perf_counter() - started,
+            "versions": {name: metadata.version(name) for name in ("tidemill", "torch")},
+            "weight_bytes": bench.weight_bytes,
+        }
+    )
+    if serve:
+        workloads.serve(sys.stdin, bench.run, tell)
+        return
     limits = ceilings.measure(threads)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(repeats):
         for name in names:
             runs[name].append(found := workloads.measure(name, bench.run))
-            print(json.dumps(rounded(found)), flush=True)
+            tell(found)
         limits = limits.best(ceilings.measure(threads, 2))
     for name in names:
         print(json.dumps(rounded(_summary(bench, name, runs[name], limits))), flush=True)
@@ -172,20 +219,19 @@ def main(
 def _summary(
     bench: Bench, name: str, runs: Sequence[dict[str, Any]], limits: Ceilings
 ) -> dict[str, Any]:
-    key = "step_ms" if name.startswith("D") else "wall_s"
+    key = workloads.figure(name)
     values = [run[key] for run in runs]
     middle = statistics.median(values)
-    limit = bench.limit_s(name, limits) * (1000 if key == "step_ms" else 1)
+    least = bench.floor.seconds(name, limits, bench.max_rows, bench.weight_bytes)
     return {
         "summary": name,
         **{name: statistics.median(run[name] for run in runs) for name in list(runs[0])[1:]},
         "spread": (max(values) - min(values)) / middle,
-        "ceiling_fraction": limit / middle,
+        "ceiling_fraction": least * (1000 if key == "step_ms" else 1) / middle,
         "read_gb_s": limits.read_gb_s,
         "matrix_tflop_s": limits.matrix_tflop_s,
-        "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        **bench.budget.describe(),
         "runs": len(runs),
-        "versions": {name: metadata.version(name) for name in ("tidemill", "torch")},
     }
 
 

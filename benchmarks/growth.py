@@ -1,15 +1,14 @@
 """How the time of a decode step grows with its rows and with their context.
 
-    python benchmarks/growth.py out/qwen3-0.6b [--plot out/growth.png]
+    python benchmarks/growth.py out/qwen3-0.6b [--vary rows] >> out/growth.jsonl
 
 Prints one JSON line a point: rows vary at one context, then the context varies at one number of
 rows. A step's time is that of a run less that of a run with its first tokens alone, over the
-tokens between. The plot needs matplotlib, which the project does not install.
+tokens between. `growth_summary.py` makes a table and plots of the lines.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import statistics
@@ -43,24 +42,10 @@ def measure(bench: Bench, rows: int, context: int, steps: int, repeats: int) -> 
         "rows": rows,
         "context": context,
         "step_ms": middle,
+        "decode_tok_s": 1000 * rows / middle,
         "spread": (max(times) - min(times)) / middle,
         "runs": repeats,
     }
-
-
-def plot(series: dict[str, list[dict[str, Any]]], target: Path) -> None:
-    """One panel for each of "rows" and "context"."""
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    figure, panels = pyplot.subplots(1, len(series), figsize=(10, 4), sharey=True)
-    for panel, (axis, points) in zip(panels, series.items(), strict=True):
-        panel.plot([p[axis] for p in points], [p["step_ms"] for p in points], marker="o")
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel("rows" if axis == "rows" else "context, tokens")
-        panel.set_ylim(bottom=0)
-        panel.grid(visible=True, alpha=0.3)
-    panels[0].set_ylabel("decode step, ms")
-    figure.tight_layout()
-    figure.savefig(target)
 
 
 @click.command(help="Time decode steps of MODEL, a checkpoint directory.")
@@ -76,7 +61,14 @@ def plot(series: dict[str, list[dict[str, Any]]], target: Path) -> None:
 @click.option("--threads", default=2, show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--kernels", default="auto", type=click.Choice(["auto", "torch"]), show_default=True)
-@click.option("--plot", "target", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--vary",
+    "varied",
+    multiple=True,
+    type=click.Choice(["rows", "context"]),
+    default=("rows", "context"),
+    show_default=True,
+)
 def main(
     model: Path,
     rows: Sequence[int],
@@ -88,7 +80,7 @@ def main(
     threads: int,
     dtype: str,
     kernels: Any,
-    target: Path | None,
+    varied: Sequence[str],
 ) -> None:
     if min(at_context, *context) <= steps // 2:
         raise click.BadParameter("every context must be longer than half the steps")
@@ -96,7 +88,8 @@ def main(
         "rows": [(count, at_context) for count in rows],
         "context": [(at_rows, length) for length in context],
     }
-    both = points["rows"] + points["context"]
+    points = {axis: points[axis] for axis in varied}
+    both = [point for pairs in points.values() for point in pairs]
     pages = max(count * -(-(length + steps) // PAGE_SIZE) for count, length in both)
     torch.set_num_threads(threads)
     options = RuntimeOptions(
@@ -110,15 +103,10 @@ def main(
     )
     bench = Bench(model, options, threads)
     bench.run([Request([1], 1)])
-    series: dict[str, list[dict[str, Any]]] = {}
     for axis, pairs in points.items():
-        series[axis] = []
         for count, length in pairs:
             found = rounded(measure(bench, count, length, steps, repeats))
-            series[axis].append(found)
             print(json.dumps({"varied": axis, **found}), flush=True)
-    if target is not None:
-        plot(series, target)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 An adapter subclasses `Peer` and hands itself to `main`. It runs in that engine's own environment,
 so this module needs nothing but the standard library. Standard output carries JSON lines alone: a
-`ready` line, then one line a run with the fields of `benchmarks/engine.py` and `engine`,
-`versions` and `peak_rss_gib`. Whatever the engine itself prints goes to standard error.
+`ready` line with `versions` and `weight_bytes`, then one line a run with the fields of
+`benchmarks/engine.py`, `engine` and `peak_rss_gib`. Whatever the engine itself prints goes to
+standard error. With `--serve` the workloads to run are read from standard input, a name a line.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Peer(ABC):
     def generate(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
         """Runs all requests together; the new token ids of each, in the order of the requests."""
 
+    def weight_bytes(self) -> int | None:
+        """That one decode step reads; ``None`` where they are those of the model in bf16."""
+        return None
+
     @abstractmethod
     def versions(self) -> dict[str, str]:
         """Of the engine and what it computes with."""
@@ -67,17 +72,24 @@ def main(peer_class: type[Peer]) -> None:
         return taken
 
     def tell(line: dict[str, Any]) -> None:
-        line = {"engine": peer.name, **workloads.rounded(line)}
-        print(json.dumps(line), file=report, flush=True)
+        line = {"engine": peer.name, **line, "peak_rss_gib": _tree_peak_gib()}
+        print(json.dumps(workloads.rounded(line)), file=report, flush=True)
 
-    eight = workloads.workload("D8")
-    run([Request(eight[0].prompt[:16], 1)])
-    tell({"event": "ready", "seconds": _seconds_alive(), "versions": peer.versions()})
-    run([Request(request.prompt[:64], 4) for request in eight])
-    for _ in range(options.repeats):
-        for name in options.workload or workloads.NAMES:
-            found = workloads.measure(name, run)
-            tell({**found, "peak_rss_gib": _tree_peak_gib(), "versions": peer.versions()})
+    run([Request(workloads.workload("D1")[0].prompt[:16], 1)])
+    tell(
+        {
+            "event": "ready",
+            "seconds": _seconds_alive(),
+            "versions": peer.versions(),
+            "weight_bytes": peer.weight_bytes(),
+        }
+    )
+    names = options.workload or workloads.NAMES
+    workloads.serve(
+        iter(sys.stdin.readline, "") if options.serve else names * options.repeats,
+        run,
+        tell,
+    )
 
 
 def _parse(peer_class: type[Peer]) -> Namespace:
@@ -86,7 +98,10 @@ def _parse(peer_class: type[Peer]) -> Namespace:
     )
     parser.add_argument("model", type=Path, help="a checkpoint directory")
     parser.add_argument(
-        "--workload", action="append", choices=workloads.NAMES, help="repeatable; none means all"
+        "--workload", action="append", help="a name, or NAME:ROWS; repeatable; none means all"
+    )
+    parser.add_argument(
+        "--serve", action="store_true", help="run the workloads that standard input names"
     )
     parser.add_argument("--repeats", type=int, default=3, help="runs of each workload")
     parser.add_argument("--threads", type=int, default=2)

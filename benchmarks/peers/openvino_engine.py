@@ -35,6 +35,7 @@ class OpenvinoPeer(harness.Peer):
         self.numpy: Any = importlib.import_module("numpy")
         self.openvino: Any = importlib.import_module("openvino")
         self.genai: Any = importlib.import_module("openvino_genai")
+        self.export: Path = options.export
         scheduler = self.genai.SchedulerConfig()
         scheduler.cache_size = options.kv_gb
         scheduler.max_num_seqs = options.max_rows
@@ -47,7 +48,7 @@ class OpenvinoPeer(harness.Peer):
             "INFERENCE_PRECISION_HINT": options.precision,
         }
         self.pipeline: Any = self.genai.ContinuousBatchingPipeline(
-            str(options.export), scheduler, "CPU", properties
+            str(self.export), scheduler, "CPU", properties
         )
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
@@ -65,6 +66,10 @@ class OpenvinoPeer(harness.Peer):
         config.do_sample = False
         config.apply_chat_template = False
         return config
+
+    def weight_bytes(self) -> int | None:
+        """Of the file: f16 is as wide as bf16, and what the engine turns it into."""
+        return (self.export / "openvino_model.bin").stat().st_size
 
     def versions(self) -> dict[str, str]:
         return {

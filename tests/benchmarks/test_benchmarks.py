@@ -13,6 +13,11 @@ from tidemill_contracts.models.qwen3.native.library import find_compiler
 from tools.make_checkpoint import published_config, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
+SMALL = ("--max-model-len", "512", "--kv-tokens", "4096")
+
+needs_compiler = pytest.mark.skipif(
+    find_compiler() is None, reason="the ceilings need a C++ compiler"
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,49 +34,52 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_compiler() is None, reason="the ceilings need a C++ compiler")
+@needs_compiler
 def test_the_engine_benchmark_tells_of_every_workload(tiny: Path) -> None:
     done = run(
-        "benchmarks/engine.py", str(tiny), "--repeats", "1", "--threads", "1",
-        "--max-model-len", "512", "--kv-tokens", "4096",
-        "--workload", "D1", "--workload", "D8", "--workload", "P",
+        "benchmarks/engine.py", str(tiny), "--repeats", "1", "--threads", "1", *SMALL,
+        "--workload", "D1", "--workload", "D8:2", "--workload", "P:2",
     )  # fmt: skip
     ready, *runs = (json.loads(line) for line in done.stdout.splitlines())
     assert ready["seconds"] > 0
-    assert [line["workload"] for line in runs[:3]] == ["D1", "D8", "P"]
+    assert [line["workload"] for line in runs[:3]] == ["D1", "D8:2", "P:2"]
     for summary in runs[3:]:
         assert summary["read_gb_s"] > 0
         assert summary["wall_s"] > 0
-        assert summary["peak_rss_gib"] > 0
+        assert summary["ceiling_fraction"] > 0
+        # What was touched of the KV cache is no more than what was set aside.
+        assert summary["rss_of_budget"] >= summary["rss_of_reserved"] > 1
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_compiler() is None, reason="the ceilings need a C++ compiler")
+@needs_compiler
 def test_a_comparison_goes_on_without_the_peer_that_fails(tiny: Path, tmp_path: Path) -> None:
-    output = tmp_path / "compare.json"
+    output = tmp_path / "compare.jsonl"
     done = run(
-        "benchmarks/compare.py", str(tiny), "--workload", "D1", "--rounds", "1", "--repeats", "1",
-        "--threads", "1", "--ours", "--max-model-len 512 --kv-tokens 4096",
+        "benchmarks/compare.py", str(tiny), "--workload", "D8:2", "--rounds", "1",
+        "--threads", "1", "--ours", " ".join(SMALL),
         "--peer", f"transformers-broken={sys.executable} --no-such-option",
         "--peer", f"transformers={sys.executable}", "--output", str(output),
     )  # fmt: skip
-    (only,) = json.loads(output.read_text())["rounds"]
-    assert only["ceilings"]["read_gb_s"] > 0
-    ours, broken, peer = only["processes"]
-    assert broken["runs"] == []
-    assert "unrecognized arguments: --no-such-option" in broken["failure"]
+    head, *events = [json.loads(line) for line in output.read_text().splitlines()]
+    assert head["engines"] == ["tidemill", "transformers-broken", "transformers"]
+    (failure,) = (event for event in events if event["event"] == "failure")
+    assert "unrecognized arguments: --no-such-option" in failure["message"]
     assert "unrecognized arguments: --no-such-option" in done.stderr
-    for process in (ours, peer):
-        assert process["failure"] is None
-        assert process["cold_start_s"] > 0
-        assert process["peak_rss_gib"] > 0
-    ratio = peer["runs"][0]["step_ms"] / ours["runs"][0]["step_ms"]
-    (row,) = (line for line in done.stdout.splitlines() if line.startswith("| D1, ms a step |"))
-    assert row.endswith(f"| {ratio:.2f} × (transformers) |")
+    ours, peer = (event for event in events if event["event"] == "run")
+    assert (ours["engine"], peer["engine"]) == ("tidemill", "transformers")
+    for measured in (ours, peer):
+        assert measured["before"]["read_gb_s"] > 0
+        assert measured["after"]["read_gb_s"] > 0
+        assert measured["peak_rss_gib"] > 0
+    ratio = peer["step_ms"] / ours["step_ms"]
+    summary = run("benchmarks/compare.py", "--summary", str(output)).stdout
+    assert summary == done.stdout
+    assert f"| D8:2, ms a step | – | – | {ratio:.2f} × ({ratio:.2f}–{ratio:.2f}) |" in summary
 
 
 @pytest.mark.slow
-def test_growth_tells_of_every_point(tiny: Path) -> None:
+def test_growth_tells_of_every_point(tiny: Path, tmp_path: Path) -> None:
     done = run(
         "benchmarks/growth.py", str(tiny), "--repeats", "1", "--threads", "1", "--steps", "8",
         "--rows", "1", "--rows", "4", "--context", "40", "--at-context", "16", "--at-rows", "2",
@@ -82,3 +90,45 @@ def test_growth_tells_of_every_point(tiny: Path) -> None:
         ("rows", 4, 16),
         ("context", 2, 40),
     ]
+
+
+@pytest.mark.slow
+def test_growth_of_a_file_counts_every_row() -> None:
+    done = run("benchmarks/growth_file.py", "--rows", "3", "--rows", "5", "--max-rows", "2")
+    points = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(point["varied"], point["rows"]) for point in points] == [("file", 3), ("file", 5)]
+    assert all(point["wall_s"] > 0 and point["command_rss_mib"] > 1 for point in points)
+
+
+def test_a_summary_of_growth_has_exponents(tmp_path: Path) -> None:
+    lines = tmp_path / "growth.jsonl"
+    with lines.open("w") as file:
+        for rows, wall_s in ((10, 1.0), (1000, 1e4), (100, 10.0)):
+            point = {"varied": "file", "rows": rows, "wall_s": wall_s, "command_rss_mib": 30.0}
+            file.write(json.dumps(point) + "\n")
+    table = run("benchmarks/growth_summary.py", str(lines)).stdout
+    assert "| 100 | 10.0 | 1.00 |" in table
+    assert "| 1,000 | 10,000.0 | 3.00 |" in table
+
+
+@pytest.mark.slow
+def test_a_cold_start_is_told_in_parts(tiny: Path) -> None:
+    done = run("benchmarks/start.py", str(tiny), "--rounds", "1", "--max-model-len", "512")
+    first, summary = (json.loads(line) for line in done.stdout.splitlines())
+    parts = ("interpreter_s", "import_s", "load_s", "token_s")
+    assert sum(first[part] for part in parts) == pytest.approx(first["start_s"], abs=0.01)
+    assert all(first[part] > 0 for part in parts)
+    assert summary["of_bar"] == pytest.approx(first["start_s"] / first["bar_s"], abs=0.01)
+
+
+@pytest.mark.slow
+def test_the_queue_is_held_to_the_engine_alone(tiny: Path) -> None:
+    done = run(
+        "benchmarks/queue_cost.py", str(tiny), "--workload", "W1:2", "--rounds", "2",
+        "--threads", "1", "--max-model-len", "1024", "--kv-tokens", "4096",
+    )  # fmt: skip
+    *runs, summary = (json.loads(line) for line in done.stdout.splitlines())
+    for measured in runs:
+        ratio = measured["engine_s"] / measured["queue_s"]
+        assert measured["of_engine"] == pytest.approx(ratio, rel=0.05)
+    assert summary["runs"] == len(runs) == 2
