@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 import time
 from collections import Counter
@@ -239,6 +240,8 @@ def main(
         "floor": asdict(Floor.of(model)),
     }
     done = _done(output, head)
+    # As for Ctrl-C: engines that are stopped must not outlive this process.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     garage = Garage(model, threads, timeout)
     runner = Runner(garage, threads, output)
     try:

@@ -9,8 +9,9 @@ time that they allow (`floor.py` says how that is reckoned) over the median time
 
 `rss_of_budget` is the process's peak of resident memory, libraries and the mapped checkpoint
 included, over the weights as prepared and the KV cache **as far as its memory was ever touched**;
-`rss_of_reserved` counts the whole of the KV cache, which is set aside but not taken until rows use
-it.
+`anonymous_of_budget` leaves out what is mapped from files, which the system drops when it needs the
+room (the checkpoint, while weights are packed); `rss_of_reserved` is the peak over weights and the
+whole of the KV cache, which is set aside but not taken until rows use it.
 
 With `--serve` it measures no ceilings: it runs the workloads that standard input names, a line
 each, as `compare.py` asks for them.
@@ -32,6 +33,7 @@ from typing import Any
 
 import ceilings
 import click
+import numpy as np
 import torch
 import workloads
 from ceilings import Ceilings
@@ -132,23 +134,26 @@ class Budget:
         return {
             "peak_rss_gib": peak / 2**30,
             "rss_of_budget": peak / (self.weights + self.touched),
+            "anonymous_of_budget": _anonymous_bytes() / (self.weights + self.touched),
             "rss_of_reserved": peak / (self.weights + self.reserved),
         }
 
 
+def _anonymous_bytes() -> int:
+    """Memory that the process alone holds now (proc_pid_status(5), RssAnon)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
 def resident_bytes(tensor: torch.Tensor) -> int:
-    """What of a tensor's memory is there (proc_pid_smaps(5)); its mapping must be its own."""
-    mapped = resident = 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if "-" in first and not first.endswith(":"):
-            start, end = (int(part, 16) for part in first.split("-"))
-            begin = tensor.data_ptr()
-            mapped = max(0, min(end, begin + tensor.nbytes) - max(start, begin))
-        elif first == "Rss:" and mapped:
-            # A neighbour may have been merged into the mapping: no more than is the tensor's.
-            resident += min(mapped, int(rest[0]) * 1024)
-    return resident
+    """What of a tensor's memory is there: bit 63 of each page's entry (proc_pid_pagemap(5))."""
+    size = resource.getpagesize()
+    first = tensor.data_ptr() // size
+    count = (tensor.data_ptr() + tensor.nbytes - 1) // size + 1 - first
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(8 * first)
+        entries = np.frombuffer(file.read(8 * count), np.uint64)
+    return int(np.count_nonzero(entries >> np.uint64(63))) * size
 
 
 @click.command()
