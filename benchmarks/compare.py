@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 import time
 from collections import Counter
@@ -34,7 +33,7 @@ import click
 import workloads
 from ceilings import Ceilings
 from comparison import Comparison
-from contenders import HERE, OURS, Contender, EngineFailed, Garage
+from contenders import HERE, OURS, Contender, EngineFailed, Garage, end_as_interrupted
 from floor import Floor
 
 PROBE_REPEATS = 3
@@ -240,8 +239,7 @@ def main(
         "floor": asdict(Floor.of(model)),
     }
     done = _done(output, head)
-    # As for Ctrl-C: engines that are stopped must not outlive this process.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    end_as_interrupted()
     garage = Garage(model, threads, timeout)
     runner = Runner(garage, threads, output)
     try:

@@ -28,6 +28,12 @@ TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 LAST_LINES = 15
 
 
+def end_as_interrupted() -> None:
+    """Makes SIGTERM end this process as Ctrl-C does, with what it cleans up: engines lead sessions
+    of their own, and one that is stopped would stay so for ever."""
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+
+
 class EngineFailed(Exception):
     """An engine's process ended, or took too long; the message has its last lines."""
 

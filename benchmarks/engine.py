@@ -50,6 +50,23 @@ from tidemill_worker.engine.scheduler import Scheduler
 GREEDY = RowSampling(temperature=0, top_p=1, top_k=0, seed=0)
 
 
+class TimedEngine(Engine):
+    """Notes how long each step takes that decodes and prefills nothing."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.decode_steps: list[tuple[int, float]] = []
+        """Rows and seconds."""
+
+    def step(self) -> None:
+        prompt_tokens, row_steps = self.stats.prompt_tokens, self.stats.row_steps
+        started = time.perf_counter()
+        super().step()
+        if self.stats.prompt_tokens == prompt_tokens:
+            rows = self.stats.row_steps - row_steps
+            self.decode_steps.append((rows, time.perf_counter() - started))
+
+
 class Bench:
     """A loaded model that runs workloads one after another."""
 
@@ -61,6 +78,12 @@ class Bench:
 
     def run(self, requests: Sequence[Request]) -> float:
         """Seconds until the last of the requests, all submitted at once, has ended."""
+        return self.run_timed(requests)[0]
+
+    def run_timed(
+        self, requests: Sequence[Request], max_wait_ms: float = 0
+    ) -> tuple[float, list[tuple[int, float]]]:
+        """The same, and the rows and seconds of each step of decode alone."""
         runtime = self.runner.runtime
         scheduler = Scheduler(
             PagePool(runtime.total_kv_pages, runtime.page_size),
@@ -86,7 +109,9 @@ class Bench:
             self.runner.warm_up()
             ready.set()
 
-        engine = Engine(self.runner, scheduler, deliver, initialise=initialise)
+        engine = TimedEngine(
+            self.runner, scheduler, deliver, max_wait_ms=max_wait_ms, initialise=initialise
+        )
         engine.start()
         ready.wait()
         started = time.perf_counter()
@@ -97,7 +122,7 @@ class Bench:
         done.wait()
         taken = time.perf_counter() - started
         engine.stop()
-        return taken
+        return taken, engine.decode_steps
 
     @property
     def weight_bytes(self) -> int:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import click
 import workloads
-from contenders import HERE, OURS, Contender, Served
+from contenders import HERE, OURS, Contender, Served, end_as_interrupted
 from workloads import Request, rounded
 
 from tidemill_contracts.wire import GenerationJob, SamplingParams
@@ -72,7 +72,7 @@ async def measure(
             Producer(server.url) as producer,
         ):
             contender = Contender(OURS, sys.executable, HERE / "engine.py", alone)
-            engine = await asyncio.to_thread(Served, contender, model, threads, timeout_s)
+            engine = Served(contender, model, threads, timeout_s)
             try:
                 await _rounds(engine, producer, name, requests, vocabulary, rounds, timeout_s)
             finally:
@@ -141,6 +141,7 @@ def main(
     """Time a workload on MODEL, a checkpoint directory, through the queue and without it."""
     if workloads.is_decode(name):
         raise click.BadParameter("whole files only: W1, W2 or P")
+    end_as_interrupted()
     sizes = {
         "max-rows": max_rows,
         "max-step-tokens": max_step_tokens,

@@ -94,10 +94,11 @@ def test_growth_tells_of_every_point(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_growth_of_a_file_counts_every_row() -> None:
-    done = run("benchmarks/growth_file.py", "--rows", "3", "--rows", "5", "--max-rows", "2")
-    points = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(point["varied"], point["rows"]) for point in points] == [("file", 3), ("file", 5)]
-    assert all(point["wall_s"] > 0 and point["command_rss_mib"] > 1 for point in points)
+    done = run("benchmarks/growth_file.py", "--rows", "5", "--max-rows", "2")
+    (point,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (point["varied"], point["rows"]) == ("file", 5)
+    assert point["wall_s"] > 0
+    assert min(point[f"{who}_mib"] for who in ("command_rss", "worker_rss", "redis")) > 1
 
 
 def test_a_summary_of_growth_has_exponents(tmp_path: Path) -> None:
