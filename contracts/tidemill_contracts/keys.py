@@ -4,13 +4,28 @@
 | --- | --- | --- | --- |
 | ``<queue>`` | zset: job id → when due, ms | enqueue, claim, renew | until the job ends |
 | ``<queue>:leases`` | zset: job id → lease's end, ms | claim, renew | until the job ends |
+| ``<queue>:holders`` | hash: job id → who claimed it last, and when | claim | until the job ends |
+| ``<queue>:classes`` | set of priorities that have a lane | enqueue | while they have |
+| ``<queue>:lane:<priority>`` | zset: job id → turn | enqueue | until claimed |
+| ``<queue>:turns:<priority>`` | hash: tenant → its last turn | enqueue, claim | while the lane |
+| ``<queue>:later`` | hash: deferred job id → priority and tenant | enqueue | until due |
+| ``<queue>:suspects`` | zset: job id → when its worker died | claim | until claimed |
+| ``<queue>:quarantine`` | string: who empties itself for suspects | claim | two leases |
+| ``<queue>:dead`` | zset: job id → when it was given up, ms | finish | ``DEAD_TTL_MS`` |
+| ``<queue>:limits`` | hash: `QueueLimits` | `Producer.set_limits` | for ever |
+| ``<queue>:load`` | hash: bytes, and jobs of each tenant | enqueue, finish | while there are jobs |
+| ``<queue>:tenants`` | hash: job id → its tenant, if it has one | enqueue | until the job ends |
 | ``<queue>:doorbell`` | list of at most one token | enqueue, release | until taken |
+| ``<queue>:orders:<instance>`` | list: ids that the worker no longer holds | cancel | a minute |
 | ``<queue>:workers`` | zset: worker id → heartbeat, ms | worker | entries for a minute |
 | ``<queue>:worker:<id>`` | string: the worker's state, JSON | worker | a few heartbeats |
 | ``arq:job:<id>`` | string: `JobRecord` | enqueue | until the job ends |
 | ``arq:in-progress:<id>`` | string: the lease's token | claim, renew | the lease |
 | ``arq:retry:<id>`` | string: tries so far | claim | until the job ends |
-| ``arq:result:<id>`` | string: `ResultRecord` | finish | ``RESULT_TTL_MS`` |
+| ``arq:result:<id>`` | string: `ResultRecord` | finish, cancel | the job's result TTL |
+| ``tidemill:history:<id>`` | list of `Try`s that did not end it | claim, release | until it ends |
+| ``tidemill:dead:<id>`` | string: the `JobRecord` of a job given up | finish | ``DEAD_TTL_MS`` |
+| ``tidemill:dead-history:<id>`` | list of `Try`, of a job given up | finish | ``DEAD_TTL_MS`` |
 | ``tidemill:waiters:<id>`` | set of reply streams | a second caller for the job | until it ends |
 | ``tidemill:reply:<producer>`` | stream of ids of finished jobs | finish | ``REPLY_TTL_MS`` |
 
@@ -27,6 +42,11 @@ JOB_PREFIX = "arq:job:"
 IN_PROGRESS_PREFIX = "arq:in-progress:"
 RETRY_PREFIX = "arq:retry:"
 RESULT_PREFIX = "arq:result:"
+ARQ_ABORT = "arq:abort"
+"""arq's set of jobs to abort, of all queues."""
+HISTORY_PREFIX = "tidemill:history:"
+DEAD_PREFIX = "tidemill:dead:"
+DEAD_HISTORY_PREFIX = "tidemill:dead-history:"
 WAITERS_PREFIX = "tidemill:waiters:"
 REPLY_PREFIX = "tidemill:reply:"
 
@@ -35,8 +55,14 @@ REPLY_TTL_MS = 3600 * 1000
 """A reply stream outlives its producer by this; writing to it or reading it renews it."""
 WAITERS_TTL_MS = 24 * 3600 * 1000
 RETRY_TTL_MS = 7 * 24 * 3600 * 1000
+DEAD_TTL_MS = 30 * 24 * 3600 * 1000
 PRIORITY_STEP_MS = 60_000
 """One step of priority counts as this much waiting: low priority still runs, only later."""
+HOLD_MS = 24 * 3600 * 1000
+"""What waits in a lane, or is suspect, stands so much later in arq's set: out of sight of stock
+arq workers, which know neither tenants nor suspects, until that has passed."""
+MAX_HISTORY = 20
+"""Tries that are remembered of a job, the last ones."""
 
 
 def job_key(job_id: str) -> str:
@@ -55,6 +81,18 @@ def retry_key(job_id: str) -> str:
     return RETRY_PREFIX + job_id
 
 
+def history_key(job_id: str) -> str:
+    return HISTORY_PREFIX + job_id
+
+
+def dead_letter_key(job_id: str) -> str:
+    return DEAD_PREFIX + job_id
+
+
+def dead_history_key(job_id: str) -> str:
+    return DEAD_HISTORY_PREFIX + job_id
+
+
 def waiters_key(job_id: str) -> str:
     return WAITERS_PREFIX + job_id
 
@@ -67,8 +105,20 @@ def leases_key(queue: str) -> str:
     return f"{queue}:leases"
 
 
+def dead_key(queue: str) -> str:
+    return f"{queue}:dead"
+
+
+def limits_key(queue: str) -> str:
+    return f"{queue}:limits"
+
+
 def doorbell_key(queue: str) -> str:
     return f"{queue}:doorbell"
+
+
+def orders_key(queue: str, instance: str) -> str:
+    return f"{queue}:orders:{instance}"
 
 
 def workers_key(queue: str) -> str:

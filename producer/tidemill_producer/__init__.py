@@ -9,30 +9,47 @@ from tidemill_contracts.wire import (
     InvalidMessage,
     JobError,
     JobFailed,
+    JobState,
     Outcome,
     SamplingParams,
     StructuredOutput,
     TidemillError,
+    Try,
 )
-from tidemill_producer.client import Admission, JobHandle, JobStatus, Producer
-from tidemill_producer.errors import QueueUnavailable, ResultTimeout, UnknownJob
+from tidemill_producer.client import Producer
+from tidemill_producer.dead import DeadLetter
+from tidemill_producer.errors import (
+    JobConflict,
+    QueueFull,
+    QueueUnavailable,
+    ResultTimeout,
+    UnknownJob,
+)
+from tidemill_producer.jobs import Admission, Cancellation, JobHandle, JobStatus, QueueLimits
 
 __all__ = [
     "Admission",
+    "Cancellation",
     "ChatMessage",
+    "DeadLetter",
     "GenerationJob",
     "GenerationResult",
     "InvalidMessage",
+    "JobConflict",
     "JobError",
     "JobFailed",
     "JobHandle",
+    "JobState",
     "JobStatus",
     "Outcome",
     "Producer",
+    "QueueFull",
+    "QueueLimits",
     "QueueUnavailable",
     "ResultTimeout",
     "SamplingParams",
     "StructuredOutput",
     "TidemillError",
+    "Try",
     "UnknownJob",
 ]

@@ -4,7 +4,7 @@
         job = await producer.enqueue("The sea is", max_tokens=32)
         result = await job.result(timeout=60)
 
-Not here yet: token streams, cancelling a job, a client without asyncio.
+Not here yet: token streams, a client without asyncio.
 """
 
 from __future__ import annotations
@@ -13,27 +13,35 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from tidemill_contracts import keys
 from tidemill_contracts.wire import (
+    ErrorCode,
     GenerationJob,
     GenerationResult,
     InvalidMessage,
+    JobError,
     Outcome,
-    SamplingParams,
-    convert_job,
 )
-from tidemill_contracts.wire.arq_format import decode_outcome, encode_job_record
+from tidemill_contracts.wire.arq_format import encode_result_record
 from tidemill_contracts.wire.job import JobId
 from tidemill_contracts.wire.status import WorkerStatus
-from tidemill_producer.errors import ResultTimeout, UnknownJob
-from tidemill_producer.workers import worker_statuses
+from tidemill_producer.dead import DeadLetters
+from tidemill_producer.encoding import EncodedJob, due_of, encode, to_job, with_key
+from tidemill_producer.errors import JobConflict, QueueFull, ResultTimeout, UnknownJob
+from tidemill_producer.jobs import (
+    Admission,
+    Cancellation,
+    JobHandle,
+    JobStatus,
+    QueueLimits,
+    read_status,
+)
+from tidemill_producer.workers import jobs_per_second, worker_statuses
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -44,48 +52,23 @@ MAX_CALL_JOBS = 1000
 MAX_CALL_BYTES = 4 * 1024 * 1024
 """One script call takes at most so much, unless a single job is larger: Redis serves nobody
 else meanwhile."""
+ROOM_WAIT_S = 0.2, 5.0
+"""Least and longest wait before a full queue is tried again."""
 
-
-class Admission(StrEnum):
-    """What became of an enqueue."""
-
-    QUEUED = "queued"
-    DUPLICATE = "duplicate"
-    """A job of that id was queued or running already; nothing was written."""
-    FINISHED = "finished"
-    """The result of that id exists already; nothing was written."""
-
-
-class JobStatus(StrEnum):
-    """Where a job is."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-    UNKNOWN = "unknown"
-    """Never enqueued, or its result expired."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobHandle:
-    """A job that was enqueued."""
-
-    id: str
-    admission: Admission
-    _producer: Producer = field(repr=False)
-
-    async def result(self, timeout: float | None = None) -> GenerationResult:
-        """See `Producer.result`."""
-        return await self._producer.result(self.id, timeout)
-
-    async def outcome(self, timeout: float | None = None) -> Outcome:
-        """See `Producer.outcome`."""
-        return await self._producer.outcome(self.id, timeout)
-
-    async def status(self) -> JobStatus:
-        """See `Producer.status`."""
-        return await self._producer.status(self.id)
+_REFUSED = 5
+_CONFLICT = 5
+_FULL = {
+    6: "as many jobs as its limit allows",
+    7: "as many bytes of jobs as its limit allows",
+    8: "as many jobs of this tenant as its limit allows",
+}
+_CANCELLATIONS = {
+    0: Cancellation.UNKNOWN,
+    1: Cancellation.CANCELLED,
+    2: Cancellation.STOPPED,
+    3: Cancellation.ENDED,
+    4: Cancellation.ASKED,
+}
 
 
 class Producer:
@@ -110,7 +93,9 @@ class Producer:
         self.queue = queue
         self._stream = keys.reply_key(uuid.uuid4().hex)
         self._connection = Connection(redis_url, patience_s=patience_s)
-        self._replies = Replies(self._connection, self._stream)
+        self._replies = Replies(self._connection, queue, self._stream)
+        self.dead = DeadLetters(self._connection, queue)
+        """Jobs that were given up."""
 
     async def __aenter__(self) -> Producer:
         return self
@@ -147,47 +132,64 @@ class Producer:
         return await self._connection.retry(lambda _: worker_statuses(self.redis, self.queue))
 
     async def enqueue(
-        self, job: GenerationJob | str | None = None, /, **fields: object
+        self,
+        job: GenerationJob | str | None = None,
+        /,
+        *,
+        idempotency_key: str | None = None,
+        delay: float | None = None,
+        run_at: float | None = None,
+        **fields: object,
     ) -> JobHandle:
         """Enqueue one job, once per id.
 
         `job` is a `GenerationJob`, or a prompt with any fields of `GenerationJob` and
         `SamplingParams` as keywords; without either, `messages` or `prompt_token_ids` must be
-        among the keywords. A job without an id gets one. Safe to repeat with the same id.
+        among the keywords. A job without an id gets one: of the `idempotency_key`, where there is
+        one. Safe to repeat with the same id or key: the handle is then that of the first job.
+        `delay` (seconds from now) or `run_at` (seconds since the epoch) says when the job is due,
+        by Redis's clock; its deadline and its place count from then on as ever.
 
-        Raises `InvalidMessage` (nothing is written) and `QueueUnavailable`.
+        Raises `InvalidMessage`, `JobConflict` where the id or key is that of another content,
+        and `QueueFull`: in these cases nothing is written. And `QueueUnavailable`.
         """
-        encoded = self._encode(_to_job(job, fields))
-        (handle,) = await self._enqueue([encoded])
+        made = to_job(job, fields)
+        if idempotency_key is not None:
+            made = with_key(made, idempotency_key)
+        encoded = encode(made, reply_to=self._stream, due=due_of(delay, run_at))
+        (handle,) = [handle async for handle in self._enqueue([encoded], wait_for_room=False)]
         return handle
 
     async def enqueue_many(
-        self, jobs: Iterable[GenerationJob | str] | AsyncIterable[GenerationJob | str]
+        self,
+        jobs: Iterable[GenerationJob | str] | AsyncIterable[GenerationJob | str],
+        *,
+        wait_for_room: bool = False,
     ) -> AsyncIterator[JobHandle]:
         """Enqueue many jobs, in order; iterate over the handles: ``async for job in …``.
 
         One call to Redis per thousand jobs (or 4 MB), made as the iteration goes on: `jobs` may
-        be endless. At the first job that breaks the contract raises `InvalidMessage`, when all
-        before it are enqueued.
+        be endless. At the first job that is refused raises what `enqueue` would, when all before
+        it are enqueued and none after it. With `wait_for_room` a full queue is waited for.
         """
-        chunk: list[_Encoded] = []
+        chunk: list[EncodedJob] = []
         chunk_bytes = 0
         async for job in _aiter(jobs):
             try:
-                encoded = self._encode(_to_job(job, {}))
+                encoded = encode(to_job(job, {}), reply_to=self._stream)
             except InvalidMessage:
-                for handle in await self._enqueue(chunk):
+                async for handle in self._enqueue(chunk, wait_for_room):
                     yield handle
                 raise
             if chunk and (
                 len(chunk) == MAX_CALL_JOBS or chunk_bytes + len(encoded.record) > MAX_CALL_BYTES
             ):
-                for handle in await self._enqueue(chunk):
+                async for handle in self._enqueue(chunk, wait_for_room):
                     yield handle
                 chunk, chunk_bytes = [], 0
             chunk.append(encoded)
             chunk_bytes += len(encoded.record)
-        for handle in await self._enqueue(chunk):
+        async for handle in self._enqueue(chunk, wait_for_room):
             yield handle
 
     async def result(self, job_id: str, timeout: float | None = None) -> GenerationResult:
@@ -211,24 +213,67 @@ class Producer:
             ) from None
 
     async def status(self, job_id: str) -> JobStatus:
-        """Where the job is now."""
+        """Where the job is now, how often it was started, and when."""
         _check_id(job_id)
+        script = self._connection.script("inspect")
+        now_ms, *answer = await self._connection.retry(
+            lambda _: script(keys=[self.queue], args=[job_id])
+        )
+        return read_status(job_id, now_ms, answer)
 
-        async def look(repeated: bool) -> list[bytes | int | None]:
-            async with self._connection.redis.pipeline(transaction=True) as pipe:
-                pipe.get(keys.result_key(job_id))
-                pipe.exists(keys.in_progress_key(job_id))
-                pipe.exists(keys.job_key(job_id))
-                answers: list[bytes | int | None] = await pipe.execute()
-                return answers
+    async def cancel(self, job_id: str) -> Cancellation:
+        """End a job that nobody wants any more; whoever waits for it gets ``cancelled``.
 
-        raw, in_progress, queued = await self._connection.retry(look)
-        if isinstance(raw, bytes):
-            failed = decode_outcome(raw, job_id).error is not None
-            return JobStatus.FAILED if failed else JobStatus.DONE
-        if not queued:
-            return JobStatus.UNKNOWN
-        return JobStatus.RUNNING if in_progress else JobStatus.QUEUED
+        One that is queued or deferred will never run; a running one leaves its batch before the
+        next step, and what it had is dropped. Safe to repeat, and at any time: there is one result
+        in any case, this one or the worker's.
+        """
+        _check_id(job_id)
+        script = self._connection.script("cancel")
+        now_ms = int(time.time() * 1000)
+        record = encode_result_record(
+            JobError.of(ErrorCode.CANCELLED, "The job was cancelled"),
+            success=False,
+            job_id=job_id,
+            queue_name=self.queue,
+            job_try=0,
+            finish_ms=now_ms,
+        )
+        (answer,) = await self._connection.retry(
+            lambda _: script(keys=[self.queue], args=[keys.RESULT_TTL_MS, job_id, record])
+        )
+        cancellation = _CANCELLATIONS[answer]
+        if cancellation is Cancellation.ASKED:
+            await self._connection.retry(
+                lambda _: self.redis.zadd(keys.ARQ_ABORT, {job_id: now_ms})
+            )
+        return cancellation
+
+    async def set_limits(self, limits: QueueLimits) -> None:
+        """Limit what the queue holds, for all producers, until it is set again."""
+        given = {name: n for name, n in msgspec.structs.asdict(limits).items() if n is not None}
+
+        async def write(repeated: bool) -> None:
+            async with self.redis.pipeline(transaction=True) as pipe:
+                pipe.delete(keys.limits_key(self.queue))
+                if given:
+                    pipe.hset(keys.limits_key(self.queue), mapping=given)
+                await pipe.execute()
+
+        await self._connection.retry(write)
+
+    async def limits(self) -> QueueLimits:
+        """What the queue holds at most."""
+
+        async def read(repeated: bool) -> dict[bytes, bytes]:
+            async with self.redis.pipeline(transaction=False) as pipe:
+                pipe.hgetall(keys.limits_key(self.queue))
+                (limits,) = await pipe.execute()
+                return cast("dict[bytes, bytes]", limits)
+
+        raw = await self._connection.retry(read)
+        found = {name.decode(): int(value) for name, value in raw.items()}
+        return msgspec.convert(found, QueueLimits)
 
     async def forget(self, job_ids: Sequence[str]) -> None:
         """Delete the results of jobs that nobody will ask for again, before they expire."""
@@ -236,67 +281,53 @@ class Producer:
             result_keys = [keys.result_key(job_id) for job_id in job_ids]
             await self._connection.retry(lambda _: self.redis.unlink(*result_keys))
 
-    def _encode(self, job: GenerationJob) -> _Encoded:
-        if job.id is None:
-            job = msgspec.structs.replace(job, id=uuid.uuid4().hex)
-        assert job.id is not None
-        record = encode_job_record(
-            job, enqueue_time_ms=int(time.time() * 1000), reply_to=self._stream
-        )
-        return _Encoded(job.id, record, job.priority * keys.PRIORITY_STEP_MS)
+    async def _enqueue(
+        self, jobs: Sequence[EncodedJob], wait_for_room: bool
+    ) -> AsyncIterator[JobHandle]:
+        """Handles of the jobs, written in one call unless the queue is full."""
+        while jobs:
+            answers, repeated = await self._write(jobs)
+            for job, answer in zip(jobs, answers, strict=False):
+                if answer < _REFUSED:
+                    yield JobHandle(job.id, _admission(answer, repeated), self)
+                    continue
+                if answer == _CONFLICT:
+                    raise JobConflict(
+                        f"There is a job {job.id} already, and it asks for something else: use"
+                        " another id, or idempotency key",
+                        job_id=job.id,
+                    )
+                wanted = len(jobs) - len(answers) + 1
+                wait_s = await self._expected_wait_s(wanted)
+                if not wait_for_room:
+                    raise QueueFull(
+                        f"The queue {self.queue} holds {_FULL[answer]}; room is expected"
+                        + (" at a time not known" if wait_s is None else f" in {wait_s:.1f} s"),
+                        job_id=job.id,
+                        expected_wait_s=wait_s,
+                    )
+                least, longest = ROOM_WAIT_S
+                await asyncio.sleep(min(longest, max(least, wait_s or least)))
+            jobs = jobs[len(answers) - (answers[-1] >= _REFUSED) :]
 
-    async def _enqueue(self, jobs: Sequence[_Encoded]) -> list[JobHandle]:
-        if not jobs:
-            return []
+    async def _write(self, jobs: Sequence[EncodedJob]) -> tuple[list[int], bool]:
+        """The script's answers, and whether an earlier attempt may have got through."""
         # The reply stream would grow for ever if nobody read it.
         self._replies.start()
-        args: list[str | bytes | int] = [
-            keys.JOB_PREFIX,
-            keys.RESULT_PREFIX,
-            keys.WAITERS_PREFIX,
-            self._stream,
-            keys.WAITERS_TTL_MS,
-        ]
+        args: list[str | bytes | int] = [self._stream]
         for job in jobs:
-            args += (job.id, job.record, job.head_start_ms)
+            args += job.arguments()
+        script = self._connection.script("enqueue")
 
-        async def write(repeated: bool) -> list[Admission]:
-            answers = await self._connection.enqueue_script(
-                keys=[self.queue, keys.doorbell_key(self.queue)], args=args
-            )
-            return [_admission(answer, repeated) for answer in answers]
+        async def write(repeated: bool) -> tuple[list[int], bool]:
+            return await script(keys=[self.queue], args=args), repeated
 
-        admissions = await self._connection.retry(write)
-        return [
-            JobHandle(job.id, admission, self)
-            for job, admission in zip(jobs, admissions, strict=True)
-        ]
+        return await self._connection.retry(write)
 
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """A job as the enqueue script takes it."""
-
-    id: str
-    record: bytes
-    head_start_ms: int
-
-
-def _to_job(job: GenerationJob | str | None, fields: dict[str, object]) -> GenerationJob:
-    if isinstance(job, GenerationJob):
-        if fields:
-            raise TypeError(f"A GenerationJob takes no further fields, got {', '.join(fields)}")
-        return job
-    if job is not None:
-        fields["prompt"] = job
-    sampling = {
-        name: fields.pop(name) for name in SamplingParams.__struct_fields__ if name in fields
-    }
-    if sampling:
-        if "sampling" in fields:
-            raise TypeError(f"Give `sampling` or {', '.join(sampling)}, not both")
-        fields["sampling"] = sampling
-    return convert_job(fields)
+    async def _expected_wait_s(self, wanted: int) -> float | None:
+        """Seconds until so many jobs have ended, by what the workers say."""
+        rate = jobs_per_second(await self.workers())
+        return wanted / rate if rate else None
 
 
 def _admission(answer: int, repeated: bool) -> Admission:

@@ -16,6 +16,7 @@ from typing import TypeVar
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
@@ -57,8 +58,13 @@ class Connection:
             self.reader = open_client(url, max_connections=1)
         except ValueError as error:
             raise QueueUnavailable(f"{self.where} is not a Redis URL: {error}") from error
-        self.enqueue_script = self.redis.register_script(load_script("enqueue"))
-        self.watch_script = self.redis.register_script(load_script("watch"))
+        self._scripts: dict[str, AsyncScript] = {}
+
+    def script(self, name: str) -> AsyncScript:
+        """One of the queue's scripts, to be called with ``keys`` and ``args``."""
+        if name not in self._scripts:
+            self._scripts[name] = self.redis.register_script(load_script(name))
+        return self._scripts[name]
 
     async def retry(
         self, do: Callable[[bool], Awaitable[T]], *, patience_s: float | None = None

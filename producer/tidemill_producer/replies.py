@@ -41,8 +41,9 @@ Waiters = set["asyncio.Future[Outcome]"]
 class Replies:
     """Who waits for which job. The tasks start with the first call of `start`."""
 
-    def __init__(self, connection: Connection, stream: str) -> None:
+    def __init__(self, connection: Connection, queue: str, stream: str) -> None:
         self._connection = connection
+        self._queue = queue
         self._stream = stream
         self._waiting: dict[str, Waiters] = {}
         """In the order in which the sweep comes to them."""
@@ -182,15 +183,8 @@ class Replies:
             self._watcher = None
 
     async def _watch(self, job_ids: Sequence[str], repeated: bool = False) -> None:
-        answers = await self._connection.watch_script(
-            keys=[self._stream],
-            args=[
-                keys.JOB_PREFIX,
-                keys.RESULT_PREFIX,
-                keys.WAITERS_PREFIX,
-                keys.WAITERS_TTL_MS,
-                *job_ids,
-            ],
+        answers = await self._connection.script("watch")(
+            keys=[self._queue], args=[self._stream, *job_ids]
         )
         for job_id, answer in zip(job_ids, answers, strict=True):
             if isinstance(answer, bytes):
@@ -224,5 +218,5 @@ def _chunks(job_ids: Sequence[str]) -> Iterable[Sequence[str]]:
 def _unknown(job_id: str) -> UnknownJob:
     return UnknownJob(
         f"Neither job {job_id} nor its result is in Redis: it was never enqueued there, or its"
-        f" result expired ({keys.RESULT_TTL_MS // 3_600_000} h after it finished)"
+        " result expired"
     )

@@ -92,6 +92,7 @@ class WorkerDouble:
             success=isinstance(value, GenerationResult),
             job_id=job.id,
             queue_name=self.queue,
+            content=record.content,
         )
         await self._finish(
             keys=[self.queue], args=[job.id, raw, record.reply_to or "", int(self.tells)]

@@ -28,7 +28,8 @@ from tidemill_contracts.wire import (
 from tidemill_contracts.wire.arq_format import decode_job_record
 from tidemill_producer import (
     Admission,
-    JobStatus,
+    JobConflict,
+    JobState,
     Producer,
     QueueUnavailable,
     ResultTimeout,
@@ -126,13 +127,23 @@ async def test_a_struct_that_python_built_badly_is_refused(
 
 async def test_an_id_runs_once_and_says_so(producer: Producer, worker: Any) -> None:
     first = await producer.enqueue(job("a", "one"))
-    again = await producer.enqueue(job("a", "two"))
+    again = await producer.enqueue(job("a", "one", priority=3))
     assert (first.admission, again.admission) == (Admission.QUEUED, Admission.DUPLICATE)
     assert await worker.run_all() == 1
-    late = await producer.enqueue(job("a", "three"))
+    late = await producer.enqueue(job("a", "one"))
     assert late.admission is Admission.FINISHED
     results = [await handle.result(timeout=5) for handle in (first, again, late)]
     assert [result.text for result in results] == ["ONE"] * 3
+
+
+async def test_an_id_of_another_content_is_a_conflict(producer: Producer, worker: Any) -> None:
+    await producer.enqueue(job("a", "one"))
+    with pytest.raises(JobConflict, match="a already"):
+        await producer.enqueue(job("a", "two"))
+    await worker.run_all()
+    with pytest.raises(JobConflict):
+        await producer.enqueue(job("a", "three"))
+    assert (await producer.result("a", timeout=5)).text == "ONE"
 
 
 async def test_a_hundred_enqueues_of_one_id_at_once_run_once(redis_url: str, worker: Any) -> None:
@@ -344,17 +355,17 @@ async def test_a_step_of_priority_is_a_minute_of_waiting(producer: Producer, red
 
 
 async def test_status_follows_the_job(producer: Producer, worker: Any) -> None:
-    assert await producer.status("a") is JobStatus.UNKNOWN
+    assert (await producer.status("a")).state is JobState.UNKNOWN
     handle = await producer.enqueue(job("a"))
-    assert await handle.status() is JobStatus.QUEUED
+    assert (await handle.status()).state is JobState.QUEUED
     claimed = await worker.claim()
-    assert await handle.status() is JobStatus.RUNNING
+    assert (await handle.status()).state is JobState.RUNNING
     await worker.finish(*claimed)
-    assert await handle.status() is JobStatus.DONE
+    assert (await handle.status()).state is JobState.DONE
     worker.answer = lambda job: JobError.of(ErrorCode.EMPTY_PROMPT, "empty")
     failing = await producer.enqueue("x")
     await worker.run_all()
-    assert await failing.status() is JobStatus.FAILED
+    assert (await failing.status()).state is JobState.FAILED
 
 
 async def test_a_lost_reply_is_found_by_the_sweep(
@@ -432,7 +443,7 @@ async def test_a_restart_of_the_server_is_waited_out(
 async def test_an_enqueue_whose_answer_was_lost_counts_as_queued(
     producer: Producer, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = producer._connection.enqueue_script
+    script = producer._connection.script("enqueue")
     attempts = 0
 
     async def cut_once(**call: Any) -> Any:
@@ -443,7 +454,7 @@ async def test_an_enqueue_whose_answer_was_lost_counts_as_queued(
             raise RedisConnectionError("cut")
         return answer
 
-    monkeypatch.setattr(producer._connection, "enqueue_script", cut_once)
+    monkeypatch.setattr(producer._connection, "script", lambda name: cut_once)
     handle = await producer.enqueue("x")
     assert handle.admission is Admission.QUEUED
     assert attempts == 2

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from tests.worker.conftest import QUEUE, Push
 from tidemill_contracts import keys
-from tidemill_worker.queue import Claim, Finished, JobQueue, Release
+from tidemill_worker.queue import Claim, Claimed, Finished, JobQueue, Release
 
 
 def _finished(claim: Claim, record: bytes = b"result", reply_to: str | None = None) -> Finished:
@@ -16,15 +16,16 @@ def _finished(claim: Claim, record: bytes = b"result", reply_to: str | None = No
 
 
 async def _claim_one(queue: JobQueue) -> Claim:
-    (claim,), _ = await queue.claim(1)
+    (claim,) = (await queue.claim(1)).claims
     return claim
 
 
 async def test_claims_up_to_the_limit_in_order_of_score(queue: JobQueue, push: Push) -> None:
     for name, age in (("young", -10), ("old", -5_000), ("middle", -100)):
         await push(name, due_in_ms=age)
-    first, _ = await queue.claim(2)
-    second, next_due_ms = await queue.claim(2)
+    first = (await queue.claim(2)).claims
+    claimed = await queue.claim(2)
+    second, next_due_ms = claimed.claims, claimed.next_due_ms
     assert [claim.id for claim in first] == ["old", "middle"]
     assert [claim.id for claim in second] == ["young"]
     assert first[0].payload is not None
@@ -38,7 +39,7 @@ async def test_a_claimed_job_is_invisible_until_its_lease_runs_out(
 ) -> None:
     await push()
     first = await _claim_one(queue)
-    assert (await queue.claim(5))[0] == []
+    assert (await queue.claim(5)).claims == []
     await asyncio.sleep(queue.lease_ms / 1000 + 0.05)
     second = await _claim_one(queue)
     assert (second.id, second.tries) == (first.id, 2)
@@ -62,13 +63,13 @@ async def test_renewing_keeps_a_job(queue: JobQueue, push: Push) -> None:
     for _ in range(4):
         await asyncio.sleep(queue.lease_ms / 3000)
         assert await queue.renew([claim]) == set()
-    assert (await queue.claim(5))[0] == []
+    assert (await queue.claim(5)).claims == []
 
 
 async def test_renewing_tells_what_is_lost(queue: JobQueue, push: Push) -> None:
     await push("taken")
     await push("done")
-    taken, done = (await queue.claim(2))[0]
+    taken, done = (await queue.claim(2)).claims
     await queue.finish([_finished(done)])
     await asyncio.sleep(queue.lease_ms / 1000 + 0.05)
     await queue.claim(1)
@@ -82,7 +83,7 @@ async def test_a_lease_that_ran_out_unclaimed_is_taken_up_again(
     claim = await _claim_one(queue)
     await asyncio.sleep(queue.lease_ms / 1000 + 0.05)
     assert await queue.renew([claim]) == set()
-    assert (await queue.claim(5))[0] == []
+    assert (await queue.claim(5)).claims == []
 
 
 async def test_finishing_leaves_nothing_but_the_result_and_its_reply(
@@ -124,7 +125,7 @@ async def test_a_late_result_counts_where_nobody_else_has_the_job(
     claim = await _claim_one(queue)
     await asyncio.sleep(queue.lease_ms / 1000 + 0.05)
     assert await queue.finish([_finished(claim)]) == [True]
-    assert (await queue.claim(5))[0] == []
+    assert (await queue.claim(5)).claims == []
 
 
 async def test_a_reply_key_of_another_type_does_not_hold_the_result_up(
@@ -133,7 +134,7 @@ async def test_a_reply_key_of_another_type_does_not_hold_the_result_up(
     await push("a", reply_to="not-a-stream")
     await redis.set("not-a-stream", "x")
     await push("b")
-    claims, _ = await queue.claim(2)
+    claims = (await queue.claim(2)).claims
     assert await queue.finish([_finished(c, reply_to="not-a-stream") for c in claims]) == [
         True,
         True,
@@ -160,8 +161,9 @@ async def test_handing_back_with_a_delay_hides_the_job_that_long(
 ) -> None:
     await push()
     await queue.release([Release(await _claim_one(queue), delay_ms=300)])
-    claims, next_due_ms = await queue.claim(1)
-    assert claims == []
+    claimed = await queue.claim(1)
+    next_due_ms = claimed.next_due_ms
+    assert claimed.claims == []
     assert next_due_ms is not None
     assert 0 < next_due_ms <= 300
     await asyncio.sleep(0.35)
@@ -176,7 +178,7 @@ async def test_a_job_that_is_someone_elses_cannot_be_handed_back(
     await asyncio.sleep(queue.lease_ms / 1000 + 0.05)
     await _claim_one(queue)
     assert await queue.release([Release(zombie)]) == 0
-    assert (await queue.claim(5))[0] == []
+    assert (await queue.claim(5)).claims == []
 
 
 async def test_a_job_that_a_stock_arq_worker_runs_is_left_to_it(
@@ -185,9 +187,9 @@ async def test_a_job_that_a_stock_arq_worker_runs_is_left_to_it(
     await push("arqs", due_in_ms=-5_000)
     await push("ours")
     await redis.set(keys.in_progress_key("arqs"), "1", px=60_000)
-    claims, _ = await queue.claim(5)
+    claims = (await queue.claim(5)).claims
     assert [claim.id for claim in claims] == ["ours"]
-    assert (await queue.claim(5))[0] == []
+    assert (await queue.claim(5)).claims == []
     assert await redis.zscore(QUEUE, "arqs") is not None
 
 
@@ -206,12 +208,13 @@ async def test_a_job_due_later_is_not_claimed_and_its_time_is_told(
     queue: JobQueue, push: Push
 ) -> None:
     await push(due_in_ms=5_000)
-    claims, next_due_ms = await queue.claim(1)
-    assert claims == []
+    claimed = await queue.claim(1)
+    next_due_ms = claimed.next_due_ms
+    assert claimed.claims == []
     assert next_due_ms is not None
     assert 4_000 < next_due_ms <= 5_000
     await queue.redis.flushall()
-    assert await queue.claim(1) == ([], None)
+    assert await queue.claim(1) == Claimed([], None)
 
 
 async def test_the_doorbell_wakes_one_worker_after_another_while_jobs_remain(
@@ -226,7 +229,7 @@ async def test_the_doorbell_wakes_one_worker_after_another_while_jobs_remain(
         await queue.wait(0.2)
         if asyncio.get_running_loop().time() - started > 0.15:
             break
-        woken += len((await queue.claim(1))[0])
+        woken += len((await queue.claim(1)).claims)
     assert woken == 3
 
 

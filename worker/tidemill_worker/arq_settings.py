@@ -31,6 +31,7 @@ def worker_settings() -> type:
             "job_timeout": STOCK_JOB_TIMEOUT_S,
             "job_completion_wait": int(config.drain_timeout),
             "poll_delay": 0.1,
+            "allow_abort_jobs": True,
             "job_serializer": serializer,
             "job_deserializer": deserializer,
             "log_results": False,

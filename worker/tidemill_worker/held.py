@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 
 from redis.exceptions import RedisError
 
+from tidemill_contracts.wire import Try
 from tidemill_worker.queue import Claim, JobQueue, Release
 from tidemill_worker.results import MAX_BACK_OFF_S
 
@@ -29,6 +31,7 @@ class HeldJobs:
         self._run = run
         self.tasks = tasks
         self.claims: dict[str, Claim] = {}
+        self._since: dict[str, float] = {}
         self.finishing: set[str] = set()
         """Jobs whose result is on its way to Redis: nothing stops them any more."""
         self.lost: set[str] = set()
@@ -41,6 +44,7 @@ class HeldJobs:
         known = claim.id in self.tasks
         # A job that this worker still runs after its lease ran out goes on under the new one.
         self.claims[claim.id] = claim
+        self._since[claim.id] = time.monotonic()
         if known:
             return
         task = asyncio.create_task(self._run(claim.id), name=f"job {claim.id}")
@@ -49,6 +53,7 @@ class HeldJobs:
         def ended(_: asyncio.Task[None]) -> None:
             self.tasks.pop(claim.id, None)
             self.claims.pop(claim.id, None)
+            self._since.pop(claim.id, None)
             self.finishing.discard(claim.id)
             self.lost.discard(claim.id)
             self.task_ended.set()
@@ -56,6 +61,18 @@ class HeldJobs:
                 self.idle.set()
 
         task.add_done_callback(ended)
+
+    @property
+    def alone(self) -> bool:
+        """Whether one of them is suspect: nothing may run beside it."""
+        return any(claim.suspect and not self._is_spent(claim) for claim in self.claims.values())
+
+    def _is_spent(self, claim: Claim) -> bool:
+        return claim.tries > self._queue.max_tries
+
+    def held_for_ms(self, job_id: str) -> int:
+        """How long ago the job was claimed."""
+        return int((time.monotonic() - self._since[job_id]) * 1000)
 
     async def renew(self) -> None:
         """Renews every lease in one call, and stops the jobs that are somebody else's by now."""
@@ -67,9 +84,9 @@ class HeldJobs:
                 self.lost.add(job_id)
                 task.cancel()
 
-    async def run_again(self, job_id: str, *, delay_ms: int) -> None:
+    async def run_again(self, job_id: str, *, delay_ms: int, ended: Try) -> None:
         """Hands a job back that asked to be run again; returns once Redis has it."""
-        release = Release(self.claims[job_id], delay_ms=delay_ms, refund=False)
+        release = Release(self.claims[job_id], delay_ms=delay_ms, refund=False, ended=ended)
         while True:
             try:
                 await self._queue.release([release])

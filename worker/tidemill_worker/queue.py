@@ -10,12 +10,18 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from redis.asyncio import Redis
 
 from tidemill_contracts import keys
 from tidemill_contracts.scripts import load_script
+from tidemill_contracts.wire import MAX_JOB_BYTES
+from tidemill_contracts.wire.lifecycle import Try, encode_try
+
+MAX_RECORD_BYTES = MAX_JOB_BYTES + 64 * 1024
+"""Largest record that is worth fetching: no valid job has more."""
+MAX_CLAIM_BYTES = 32 * 1024 * 1024
+"""A claim takes no further job once it has so many bytes of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +35,23 @@ class Claim:
     tries: int
     """How often it has been claimed, this time included."""
     payload: bytes | None
-    """The job record; ``None`` where Redis has lost it."""
+    """The job record; ``None`` where Redis has lost it, or where it is too large to be fetched."""
     claimed_at_ms: int
     """Redis's clock."""
+    payload_bytes: int = 0
+    suspect: bool = False
+    """Whether a worker died that had it: it runs alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What a look at the queue gave."""
+
+    claims: list[Claim]
+    next_due_ms: int | None
+    """Until the next job is due; ``None`` where there is none."""
+    empty_yourself: bool = False
+    """Suspects wait, and this worker shall take them once it holds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +61,10 @@ class Finished:
     claim: Claim
     record: bytes
     reply_to: str | None
+    ttl_ms: int | None = None
+    """How long it is kept; ``None`` for as long as this queue's results are."""
+    given_up: Try | None = None
+    """What the last try came to, where the job becomes a dead letter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +76,8 @@ class Release:
     """0 puts it back where it stood."""
     refund: bool = True
     """Whether this try counts as none."""
+    ended: Try | None = None
+    """What this try came to, for the job's history."""
 
 
 class JobQueue:
@@ -62,94 +88,123 @@ class JobQueue:
         redis: Redis,
         queue: str = keys.DEFAULT_QUEUE,
         *,
+        worker: str = "",
         lease_ms: int = 15_000,
         result_ttl_ms: int = keys.RESULT_TTL_MS,
+        max_tries: int = 5,
     ) -> None:
         self.redis = redis
         self.name = queue
+        self.worker = worker
         self.lease_ms = lease_ms
         self.result_ttl_ms = result_ttl_ms
-        self._leases = keys.leases_key(queue)
+        self.max_tries = max_tries
+        self._instance = uuid.uuid4().hex
         self._doorbell = keys.doorbell_key(queue)
+        self._orders = keys.orders_key(queue, self._instance)
         self._claim = redis.register_script(load_script("claim"))
         self._renew = redis.register_script(load_script("renew"))
         self._finish = redis.register_script(load_script("finish"))
         self._release = redis.register_script(load_script("release"))
 
-    async def claim(self, limit: int) -> tuple[list[Claim], int | None]:
-        """Takes up to `limit` due jobs, those of dead workers first.
+    async def claim(self, limit: int, *, held: int = 0) -> Claimed:
+        """Takes up to `limit` due jobs, for a worker that holds `held` others.
 
-        Returns them and the ms until the next job is due, ``None`` where there is none.
+        A suspect comes alone, and only where nothing is held.
         """
         token = uuid.uuid4().hex
         reply = await self._claim(
-            keys=[self.name, self._leases, self._doorbell],
+            keys=[self.name],
             args=[
                 limit,
                 self.lease_ms,
                 token,
-                keys.RETRY_TTL_MS,
-                keys.JOB_PREFIX,
-                keys.IN_PROGRESS_PREFIX,
-                keys.RETRY_PREFIX,
+                self._instance,
+                self.worker,
+                held,
+                self.max_tries,
+                MAX_RECORD_BYTES,
+                MAX_CLAIM_BYTES,
             ],
         )
         now, next_due = int(reply[0]), int(reply[1])
-        claims = [
-            Claim(
-                # An id that is not UTF-8 can be finished all the same: it goes back as it came.
-                id=reply[i].decode(errors="surrogateescape"),
-                token=token,
-                score=float(reply[i + 1]),
-                tries=int(reply[i + 2]),
-                payload=cast("bytes | None", reply[i + 3]),
-                claimed_at_ms=now,
+        claims = []
+        for i in range(3, len(reply), 5):
+            job_id, score, tries, suspect, payload = reply[i : i + 5]
+            fetched = payload if isinstance(payload, bytes) else None
+            claims.append(
+                Claim(
+                    # An id that is not UTF-8 can be finished all the same: it goes back as it came.
+                    id=job_id.decode(errors="surrogateescape"),
+                    token=token,
+                    score=float(score),
+                    tries=int(tries),
+                    payload=fetched,
+                    claimed_at_ms=now,
+                    payload_bytes=int(payload or 0) if fetched is None else len(fetched),
+                    suspect=bool(suspect),
+                )
             )
-            for i in range(2, len(reply), 4)
-        ]
-        return claims, None if next_due < 0 else next_due
+        return Claimed(claims, None if next_due < 0 else next_due, bool(reply[2]))
 
     async def wait(self, timeout_s: float) -> None:
         """Sleeps until somebody rings the doorbell, for at most `timeout_s`."""
+        await self._pop(self._doorbell, timeout_s)
+
+    async def wait_for_orders(self, timeout_s: float) -> bool:
+        """Sleeps until a job that this worker holds is cancelled, for at most `timeout_s`; says
+        whether one was. `renew` tells which."""
+        if not await self._pop(self._orders, timeout_s):
+            return False
+        await self.redis.delete(self._orders)
+        return True
+
+    async def _pop(self, key: str, timeout_s: float) -> bool:
         # Redis refuses a timeout of 0.0 (it means for ever) and rounds below a millisecond.
-        timeout = max(timeout_s, 0.01)
-        await self.redis.execute_command(  # type: ignore[no-untyped-call]
-            "BLPOP", self._doorbell, timeout
+        popped = await self.redis.execute_command(  # type: ignore[no-untyped-call]
+            "BLPOP", key, max(timeout_s, 0.01)
         )
+        return popped is not None
 
     async def renew(self, claims: Iterable[Claim]) -> set[str]:
         """Renews the leases in one call. Returns the ids that are no longer this worker's."""
-        args: list[str | bytes | int] = [self.lease_ms, keys.IN_PROGRESS_PREFIX]
+        args: list[str | bytes | int] = [self.lease_ms]
         for claim in claims:
             args += [_raw(claim.id), claim.token]
-        lost = await self._renew(keys=[self.name, self._leases], args=args)
+        lost = await self._renew(keys=[self.name], args=args)
         return {job_id.decode(errors="surrogateescape") for job_id in lost}
 
     async def finish(self, finished: Sequence[Finished]) -> list[bool]:
-        """Writes results, each once. False where another worker's result stands already."""
-        args: list[str | bytes | int] = [
-            self.result_ttl_ms,
-            keys.REPLY_TTL_MS,
-            keys.JOB_PREFIX,
-            keys.IN_PROGRESS_PREFIX,
-            keys.RETRY_PREFIX,
-            keys.RESULT_PREFIX,
-            keys.WAITERS_PREFIX,
-        ]
+        """Writes results, each once. False where another result stands already, another worker's
+        or that the job was cancelled."""
+        args: list[str | bytes | int] = []
         for item in finished:
-            args += [_raw(item.claim.id), item.claim.token, item.record, item.reply_to or ""]
-        written = await self._finish(keys=[self.name, self._leases], args=args)
+            args += [
+                _raw(item.claim.id),
+                item.claim.token,
+                item.record,
+                self.result_ttl_ms if item.ttl_ms is None else item.ttl_ms,
+                item.reply_to or "",
+                b"" if item.given_up is None else encode_try(item.given_up),
+            ]
+        written = await self._finish(keys=[self.name], args=args)
         return [flag == 1 for flag in written]
 
     async def release(self, releases: Sequence[Release]) -> int:
         """Hands jobs back. Returns how many of them were still this worker's."""
-        args: list[str | bytes | int | float] = [keys.IN_PROGRESS_PREFIX, keys.RETRY_PREFIX]
+        args: list[str | bytes | int | float] = []
         for item in releases:
             claim = item.claim
             args += [
-                _raw(claim.id), claim.token, claim.score, item.delay_ms, 1 if item.refund else 0
-            ]  # fmt: skip
-        return int(await self._release(keys=[self.name, self._leases, self._doorbell], args=args))
+                _raw(claim.id),
+                claim.token,
+                claim.score,
+                item.delay_ms,
+                int(item.refund),
+                int(claim.suspect),
+                b"" if item.ended is None else encode_try(item.ended),
+            ]
+        return int(await self._release(keys=[self.name], args=args))
 
     async def depth(self) -> int:
         """Jobs in the queue, those that run included."""

@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 from arq.utils import ms_to_datetime
 from arq.worker import Function, Retry, Worker
 
-from tidemill_contracts.wire import ErrorCode, GenerationResult, JobError, JobFailed, decode_job
+from tidemill_contracts.wire import (
+    MAX_JOB_BYTES,
+    ErrorCode,
+    GenerationJob,
+    GenerationResult,
+    JobError,
+    JobFailed,
+    Try,
+    decode_job,
+)
 from tidemill_contracts.wire.arq_format import (
     GENERATE,
     JobRecord,
@@ -26,6 +36,9 @@ from tidemill_worker.queue import Claim, Finished, JobQueue
 from tidemill_worker.results import ResultWriter
 
 logger = logging.getLogger("tidemill.worker")
+
+_MANY_PLACES = 2048
+"""Tokens and log probabilities in a result, from which on it is encoded beside the event loop."""
 
 
 class JobRunner:
@@ -42,31 +55,38 @@ class JobRunner:
         claim = self.held.claims[job_id]
         started_ms = time.time_ns() // 1_000_000
         record: JobRecord | None = None
+        job: GenerationJob | None = None
+        given_up: Try | None = None
         value: object
         try:
             record = self._open(claim)
-            value = await self._call(claim, record)
+            job = _generation(record)
+            value = await self._call(claim, record, job)
             success = True
         except asyncio.CancelledError:
             if job_id in self.held.lost:
-                logger.warning("⊘ %s its lease went to another worker", job_id)
+                logger.warning("⊘ %s was cancelled, or went to another worker", job_id)
                 return
             raise
         except Retry as retry:
             delay_ms = retry.defer_score or 1
             logger.info("↻ %s again in %.2fs", job_id, delay_ms / 1000)
             self._worker.jobs_retried += 1
-            await self.held.run_again(job_id, delay_ms=delay_ms)
+            ended = self._try(claim, f"asked to be run again in {delay_ms / 1000} s")
+            await self.held.run_again(job_id, delay_ms=delay_ms, ended=ended)
             return
         except Exception as error:
             value = error_of(error)
             success = False
+            if value.code == ErrorCode.MAX_TRIES_EXCEEDED:
+                given_up = self._try(claim, value.message)
             if value.code == ErrorCode.INTERNAL.value:
                 logger.exception("! %s failed", job_id)
         function = record.function if record else GENERATE
         enqueued_ms = record.enqueue_time_ms if record else started_ms
         finished_ms = time.time_ns() // 1_000_000
-        result = encode_result_record(
+        encode = partial(
+            encode_result_record,
             value,
             success=success,
             job_id=job_id.encode(errors="replace").decode(),
@@ -76,30 +96,58 @@ class JobRunner:
             enqueue_time_ms=enqueued_ms,
             start_ms=started_ms,
             finish_ms=finished_ms,
+            content=record.content if record else None,
         )
-        written = await self._write(job_id, result, record.reply_to if record else None)
+        self.held.finishing.add(job_id)
+        # To compress megabytes takes longer than the event loop may stand still.
+        result = await asyncio.to_thread(encode) if _is_large(value) else encode()
+        written = await self._write(job_id, result, record, job, given_up)
         _log_end(job_id, (finished_ms - started_ms) / 1000, value, written)
-        if success:
+        if written and success:
             self._worker.jobs_complete += 1
-        else:
+        elif written:
             self._worker.jobs_failed += 1
         if self._worker.after_job_end:
             await self._worker.after_job_end(self._context(claim, enqueued_ms))
 
-    async def _write(self, job_id: str, result: bytes, reply_to: str | None) -> bool:
+    async def _write(
+        self,
+        job_id: str,
+        result: bytes,
+        record: JobRecord | None,
+        job: GenerationJob | None,
+        given_up: Try | None,
+    ) -> bool:
         """Writes the result under whatever claim this worker has on the job; False where it has
         none any more."""
-        self.held.finishing.add(job_id)
+        reply_to = record.reply_to if record else None
+        ttl_ms = int(job.result_ttl * 1000) if job and job.result_ttl else None
         while True:
             claim = self.held.claims[job_id]
-            if await self._results.write(Finished(claim, result, reply_to)):
+            if await self._results.write(Finished(claim, result, reply_to, ttl_ms, given_up)):
                 return True
             if self.held.claims[job_id] is claim:
                 return False
             # After an outage the job was claimed again, by this worker, while the write waited.
 
+    def _try(self, claim: Claim, error: str) -> Try:
+        # Of Redis's clock only the claim's time is known: the rest is added by ours.
+        return Try(
+            number=claim.tries,
+            worker=self._queue.worker,
+            started_ms=claim.claimed_at_ms,
+            ended_ms=claim.claimed_at_ms + self.held.held_for_ms(claim.id),
+            error=error,
+        )
+
     def _open(self, claim: Claim) -> JobRecord:
         """The claimed job's record. Raises `JobFailed` where it must not or cannot be run."""
+        if claim.payload is None and claim.payload_bytes:
+            raise JobFailed.of(
+                ErrorCode.INVALID_JOB,
+                f"The job's record has {claim.payload_bytes:,} bytes; a job may have"
+                f" {MAX_JOB_BYTES:,} at most",
+            )
         if claim.payload is None:
             raise JobFailed.of(ErrorCode.PAYLOAD_LOST, "Redis no longer holds the job's payload")
         try:
@@ -120,11 +168,15 @@ class JobRunner:
             )
         return record
 
-    async def _call(self, claim: Claim, record: JobRecord) -> object:
+    async def _call(self, claim: Claim, record: JobRecord, job: GenerationJob | None) -> object:
         """What the job's function returns."""
         args: list[object]
-        if record.function == GENERATE and len(record.args) == 1 and not record.kwargs:
-            args, kwargs = [decode_job(bytes(record.args[0]))], {}
+        if job is not None:
+            if job.deadline is not None and job.deadline * 1000 <= claim.claimed_at_ms:
+                raise JobFailed.of(
+                    ErrorCode.EXPIRED, "The deadline passed before a worker took the job"
+                )
+            args, kwargs = [job], {}
         else:
             args = [msgspec.msgpack.decode(arg) for arg in record.args]
             kwargs = {name: msgspec.msgpack.decode(arg) for name, arg in record.kwargs.items()}
@@ -161,6 +213,22 @@ class JobRunner:
             "enqueue_time": ms_to_datetime(enqueue_time_ms),
             "score": claim.score,
         }
+
+
+def _generation(record: JobRecord) -> GenerationJob | None:
+    """The job of a record that has a generation as its one argument. Raises `InvalidMessage`."""
+    if record.function == GENERATE and len(record.args) == 1 and not record.kwargs:
+        return decode_job(bytes(record.args[0]))
+    return None
+
+
+def _is_large(value: object) -> bool:
+    """Whether the result may have so many bytes that it will be compressed."""
+    if not isinstance(value, GenerationResult):
+        return False
+    outputs = value.outputs or [value]
+    places = sum(len(output.token_ids) + len(output.logprobs or []) for output in outputs)
+    return places + len(value.prompt_logprobs or []) > _MANY_PLACES
 
 
 def _log_end(job_id: str, seconds: float, value: object, written: bool) -> None:

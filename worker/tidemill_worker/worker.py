@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from tidemill_contracts.wire.arq_format import GENERATE, deserializer, serializer
 from tidemill_contracts.wire.status import WorkerState
+from tidemill_worker.arq_aborts import ArqAborts
 from tidemill_worker.batcher import Batcher
 from tidemill_worker.connect import connect, redis_settings
 from tidemill_worker.functions import Context, generate, shutdown, startup
@@ -37,6 +38,9 @@ do not."""
 HEARTBEAT_S = 2.0
 MIN_HEARTBEAT_S = 0.3
 HEALTH_CHECK_INTERVAL_S = 10
+ORDERS_WAIT_S = 10.0
+ABORT_POLL_S = 1.0
+"""How often a worker looks for what arq's `Job.abort` asks; `Producer.cancel` needs no looking."""
 FINAL_WRITE_S = 5.0
 """How long a worker that stops keeps trying to hand jobs and results back to Redis."""
 
@@ -51,6 +55,7 @@ class TidemillWorker(Worker):
         self.results: ResultWriter
         self.runner: JobRunner
         self._heartbeat: Heartbeat
+        self._aborts: ArqAborts
         self._drain = asyncio.Event()
         self._hand_back = asyncio.Event()
         super().__init__(
@@ -80,12 +85,15 @@ class TidemillWorker(Worker):
         self.queue = JobQueue(
             self.pool,
             self.queue_name,
+            worker=self.config.name,
             lease_ms=self.config.lease_ms,
             result_ttl_ms=int(self.config.result_ttl * 1000),
+            max_tries=self.config.max_tries,
         )
         self.results = ResultWriter(self.queue)
         self.runner = JobRunner(self, self.queue, self.results)
         self._heartbeat = Heartbeat(self.pool, self.config)
+        self._aborts = ArqAborts(self.pool, self.queue_name, self.queue.result_ttl_ms)
         if self.on_startup:
             await self.on_startup(self.ctx)
         self.state = "ready"
@@ -93,6 +101,8 @@ class TidemillWorker(Worker):
             asyncio.create_task(self.results.run(), name="write-results"),
             asyncio.create_task(self._every(self.config.lease_ms / 3000, self.runner.held.renew)),
             asyncio.create_task(self._beat()),
+            asyncio.create_task(self._drop_cancelled(), name="drop-cancelled"),
+            asyncio.create_task(self._every(ABORT_POLL_S, self._cancel_for_arq)),
         ]
         serve = asyncio.create_task(self._serve(), name="serve")
         crashed: list[asyncio.Future[None]] = []
@@ -142,19 +152,24 @@ class TidemillWorker(Worker):
         while not self._drain.is_set():
             held.task_ended.clear()
             room = self.max_jobs - len(self.tasks)
-            if room <= 0:
+            if room <= 0 or held.alone:
                 await self._first_of(held.task_ended.wait())
                 continue
             try:
-                claims, next_due_ms = await self.queue.claim(room)
-                for claim in claims:
+                if back_off > FIRST_BACK_OFF_S:
+                    # Leases may have run out meanwhile: nobody shall take these jobs for suspects.
+                    await held.renew()
+                claimed = await self.queue.claim(room, held=len(self.tasks))
+                for claim in claimed.claims:
                     held.start(claim)
-                if not claims:
+                if claimed.empty_yourself:
+                    await self._first_of(_within(held.task_ended.wait(), IDLE_WAIT_S))
+                elif not claimed.claims:
                     if self.burst and not self.tasks and not await self.queue.depth():
                         return
                     wait_s = IDLE_WAIT_S
-                    if next_due_ms is not None:
-                        wait_s = min(wait_s, next_due_ms / 1000)
+                    if claimed.next_due_ms is not None:
+                        wait_s = min(wait_s, claimed.next_due_ms / 1000)
                     await self._first_of(self.queue.wait(wait_s))
                 back_off = FIRST_BACK_OFF_S
             except (RedisError, OSError) as error:
@@ -174,6 +189,22 @@ class TidemillWorker(Worker):
             for task in (waiting, drain):
                 task.cancel()
             await asyncio.gather(waiting, drain, return_exceptions=True)
+
+    async def _drop_cancelled(self) -> None:
+        """Stops jobs as soon as they are cancelled: their leases are gone by then."""
+        back_off = FIRST_BACK_OFF_S
+        while True:
+            try:
+                if await self.queue.wait_for_orders(ORDERS_WAIT_S):
+                    await self.runner.held.renew()
+                back_off = FIRST_BACK_OFF_S
+            except (RedisError, OSError) as error:
+                logger.debug("cannot listen for orders: %s", error)
+                await asyncio.sleep(back_off)
+                back_off = min(back_off * 2, MAX_BACK_OFF_S)
+
+    async def _cancel_for_arq(self) -> None:
+        await self._aborts.carry_out()
 
     async def _every(self, seconds: float, action: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -228,3 +259,9 @@ class TidemillWorker(Worker):
         if self._pool is not None:
             await self._pool.aclose()
             self._pool = None
+
+
+async def _within(awaitable: Awaitable[object], seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await awaitable

@@ -1,49 +1,187 @@
 -- Takes up to `limit` due jobs and leases them to one worker.
--- KEYS: queue, leases, doorbell. ARGV: limit, lease_ms, token, retry_ttl_ms, and the key prefixes
--- job, in-progress, retry.
--- Returns { now_ms, ms until the next job is due (-1: none), id, score, tries, payload, id, … };
--- payload is false where Redis has lost it.
-local queue, leases = KEYS[1], KEYS[2]
-local limit, lease_ms, token = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
-local job_prefix, in_progress_prefix, retry_prefix = ARGV[5], ARGV[6], ARGV[7]
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local claimed, taken = { now, -1 }, {}
+--
+-- KEYS  queue
+-- ARGV  limit, lease_ms, token (32 characters), the worker's instance and name, how many jobs it
+--       holds now, max_tries, most bytes of one job, most bytes of all
+-- Returns { now_ms, ms until the next job is due (-1: none), 1 where the worker shall claim no more
+--       until it is idle, then for each job: id, score, tries, 1 for a suspect, payload }
+--       payload is false where Redis has lost it, its size where that is over the limit.
+--
+-- A job whose worker died is suspect: it runs alone, on a worker that has nothing else, so that it
+-- takes no neighbour with it the second time. One busy worker at a time empties itself for them.
+-- One that has spent its tries is given to anybody, to be given up.
+local limit, lease_ms, token, instance, name = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4],
+  ARGV[5]
+local held, max_tries = tonumber(ARGV[6]), tonumber(ARGV[7])
+local max_job_bytes, max_bytes = tonumber(ARGV[8]), tonumber(ARGV[9])
+local SWEEP = 128
+local quarantine = queue .. ':quarantine'
+local reply, claimed, bytes = { now_ms, -1, 0 }, 0, 0
 
-local function claim(id, score)
-  if taken[id] then return end
-  taken[id] = true
-  local owner = redis.call('GET', in_progress_prefix .. id)
-  if owner and (owner == '1' or not redis.call('ZSCORE', leases, id)) then
-    -- A stock arq worker runs it and leaves it at its old score: look again later.
-    redis.call('ZADD', queue, 'XX', now + lease_ms, id)
-    redis.call('ZREM', leases, id)
-    return
+local function claim(id, score, suspect)
+  redis.call('SET', IN_PROGRESS_PREFIX .. id, token, 'PX', lease_ms)
+  redis.call('ZADD', queue, now_ms + lease_ms, id)
+  redis.call('ZADD', leases, now_ms + lease_ms, id)
+  redis.call('HSET', holders, id, token .. ' ' .. instance .. ' ' .. now_ms .. ' ' .. name)
+  local tries = redis.call('INCR', RETRY_PREFIX .. id)
+  redis.call('PEXPIRE', RETRY_PREFIX .. id, RETRY_TTL_MS)
+  local payload = redis.call('STRLEN', JOB_PREFIX .. id)
+  if payload <= max_job_bytes then payload = redis.call('GET', JOB_PREFIX .. id) end
+  if type(payload) == 'string' then bytes = bytes + #payload end
+  local old_place = string.format('%.17g', score)
+  for _, value in ipairs({ id, old_place, tries, suspect, payload }) do
+    reply[#reply + 1] = value
   end
-  redis.call('SET', in_progress_prefix .. id, token, 'PX', lease_ms)
-  redis.call('ZADD', queue, now + lease_ms, id)
-  redis.call('ZADD', leases, now + lease_ms, id)
-  local tries = redis.call('INCR', retry_prefix .. id)
-  redis.call('PEXPIRE', retry_prefix .. id, ARGV[4])
-  local payload = redis.call('GET', job_prefix .. id)
-  for _, value in ipairs({ id, score, tries, payload }) do claimed[#claimed + 1] = value end
+  claimed = claimed + 1
 end
 
--- Jobs of dead workers first: they have waited longest. Handed back, they go to the front.
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, limit)) do
-  claim(id, '1')
+local function room() return claimed < limit and bytes < max_bytes end
+
+-- Leases that ran out: their workers are dead, or were away for too long.
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now_ms, 'LIMIT', 0, SWEEP)) do
+  redis.call('ZREM', leases, id)
+  if not redis.call('ZSCORE', queue, id) then
+    redis.call('HDEL', holders, id)
+  elseif redis.call('GET', IN_PROGRESS_PREFIX .. id) ~= '1' then
+    local tries = tonumber(redis.call('GET', RETRY_PREFIX .. id) or 0)
+    local holder = redis.call('HGET', holders, id) or ''
+    local since, worker = string.match(holder, '^%S+ %S+ (%d+) (.*)$')
+    remember_try(id, cmsgpack.pack({
+      number = tries, worker = worker or '', started_ms = tonumber(since or 0), ended_ms = now_ms,
+      error = 'worker_died',
+    }))
+    redis.call('ZADD', suspects, tries >= max_tries and 0 or now_ms, id)
+    redis.call('ZADD', queue, now_ms + HOLD_MS, id)
+  end
 end
-local due = redis.call('ZRANGEBYSCORE', queue, '-inf', now, 'WITHSCORES', 'LIMIT', 0, limit)
-for i = 1, #due, 2 do
-  if #claimed >= 2 + 4 * limit then break end
-  claim(due[i], due[i + 1])
+
+local function take_suspect(id)
+  redis.call('ZREM', suspects, id)
+  if redis.call('ZSCORE', queue, id) then claim(id, now_ms, 1) end
 end
+
+local waiting = redis.call('ZCARD', suspects)
+if waiting > 0 then
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', suspects, 0, 0, 'LIMIT', 0, limit)) do
+    take_suspect(id)
+  end
+  local first = redis.call('ZRANGE', suspects, 0, 0)[1]
+  if not first then
+    redis.call('DEL', quarantine)
+  elseif held == 0 and claimed == 0 then
+    take_suspect(first)
+    return reply
+  elseif redis.call('SET', quarantine, instance, 'NX', 'PX', 2 * lease_ms)
+    or redis.call('GET', quarantine) == instance then
+    redis.call('PEXPIRE', quarantine, 2 * lease_ms)
+    reply[3] = 1
+    return reply
+  end
+end
+
+-- What is due in arq's own set, oldest first.
+local due, at, more = {}, 1, true
+local moves = SWEEP
+local has_later = redis.call('EXISTS', later) == 1
+local priorities = redis.call('SMEMBERS', classes)
+
+local function due_head()
+  while true do
+    if at > #due then
+      if not more then return nil end
+      due = redis.call('ZRANGEBYSCORE', queue, '-inf', now_ms, 'WITHSCORES', 'LIMIT', 0, limit)
+      at, more = 1, #due == 2 * limit
+      if #due == 0 then return nil end
+    end
+    local id, score = due[at], due[at + 1]
+    local lease = redis.call('ZSCORE', leases, id)
+    local deferred = has_later and moves > 0 and redis.call('HGET', later, id)
+    if lease then
+      -- Somebody moved it, as arq's `Job.abort` does: it runs nevertheless.
+      redis.call('ZADD', queue, lease, id)
+    elseif waiting > 0 and redis.call('ZSCORE', suspects, id) then
+      redis.call('ZADD', queue, now_ms + HOLD_MS, id)
+    elseif redis.call('EXISTS', IN_PROGRESS_PREFIX .. id) == 1 then
+      -- A stock arq worker runs it and leaves it at its old score: look again later.
+      redis.call('ZADD', queue, now_ms + lease_ms, id)
+    elseif deferred then
+      -- Its time has come: now it takes its place.
+      moves = moves - 1
+      redis.call('HDEL', later, id)
+      local priority, tenant = string.match(deferred, '^(%S+) (.*)$')
+      place(id, tonumber(priority), tenant, tonumber(score), 0)
+      priorities = redis.call('SMEMBERS', classes)
+      due, at, more = {}, 0, true
+    else
+      return id, tonumber(score)
+    end
+    at = at + (#due > 0 and 2 or 1)
+  end
+end
+
+-- The first job of a lane, its turn, and when it came less its priority; nil for an empty lane,
+-- which is forgotten.
+local function lane_head(priority)
+  local lane = queue .. ':lane:' .. priority
+  while true do
+    local head = redis.call('ZRANGE', lane, 0, 0, 'WITHSCORES')
+    if not head[1] then
+      redis.call('SREM', classes, priority)
+      redis.call('DEL', queue .. ':turns:' .. priority)
+      return nil
+    end
+    local score = redis.call('ZSCORE', queue, head[1])
+    if score and not redis.call('ZSCORE', leases, head[1]) then
+      local came = score - HOLD_MS
+      return { id = head[1], turn = math.floor(head[2]), came = came, lane = lane,
+        rank = came - priority * PRIORITY_STEP_MS, turns = queue .. ':turns:' .. priority }
+    end
+    redis.call('ZREM', lane, head[1])
+  end
+end
+
+-- The lane whose head has waited longest, each step of priority counted as a minute.
+local function best_lane()
+  local best
+  for _, priority in ipairs(priorities) do
+    local head = lane_head(priority)
+    if head and (not best or head.rank < best.rank) then best = head end
+  end
+  return best
+end
+
+local function take_from_lane(head)
+  redis.call('ZREM', head.lane, head.id)
+  redis.call('HSET', head.turns, 'over', head.turn)
+  claim(head.id, head.came, 0)
+end
+
+-- Jobs without a tenant are one tenant more in the turns of priority 0.
+local function turn_of_due(head)
+  local known = redis.call('HMGET', head.turns, 'over', 'due')
+  return math.max(tonumber(known[1] or 0), tonumber(known[2] or 0) + 1)
+end
+
+while room() do
+  local id, score = due_head()
+  local head = #priorities > 0 and best_lane()
+  if not id and not head then break end
+  local plain = head and head.lane == queue .. ':lane:0'
+  local turn = id and plain and turn_of_due(head)
+  if head and (not id or (plain and head.turn <= turn) or (not plain and head.rank < score)) then
+    take_from_lane(head)
+  else
+    if plain then redis.call('HSET', head.turns, 'due', turn, 'over', turn) end
+    if #priorities > 0 then leave_lanes(id) end
+    claim(id, score, 0)
+    at = at + 2
+  end
+end
+
 local first = redis.call('ZRANGE', queue, 0, 0, 'WITHSCORES')
 if first[2] then
-  claimed[2] = math.max(0, first[2] - now)
+  reply[2] = math.max(0, first[2] - now_ms)
   -- There is more than this worker took: wake another.
-  if claimed[2] == 0 and #claimed > 2 and redis.call('LLEN', KEYS[3]) == 0 then
-    redis.call('LPUSH', KEYS[3], '1')
-  end
+  if claimed > 0 and (reply[2] == 0 or redis.call('EXISTS', classes) == 1) then ring() end
 end
-return claimed
+return reply

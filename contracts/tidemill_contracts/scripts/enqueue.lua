@@ -1,47 +1,75 @@
--- Writes jobs and queues them, each id once; rings the doorbell where anything was queued.
+-- Writes jobs and queues them, each id once; rings the doorbell where anything was queued. Stops
+-- at the first job that it refuses.
 --
--- KEYS  queue, doorbell
--- ARGV  job key prefix, result key prefix, waiters key prefix, the caller's reply stream,
---       ms that a set of waiters lives; then for each job: id, record, head start in ms
+-- KEYS  queue
+-- ARGV  the caller's reply stream; then for each job: id, record, priority, when it is due ('' now,
+--       '+' and ms from now, or ms since 1970), tenant
 -- Returns one number a job:
 --       1 queued, 2 its result exists already, 3 a job of that id exists (the caller now waits
---       for it as well), 4 as 3 and the caller itself had enqueued it
-local job_prefix, result_prefix, waiters_prefix = ARGV[1], ARGV[2], ARGV[3]
-local stream, waiters_ttl_ms = ARGV[4], ARGV[5]
-local first, width = 6, 3
+--       for it as well), 4 as 3 and the caller itself had enqueued it;
+--       refused: 5 a job of that id has another content, 6 the queue has too many jobs, 7 too
+--       many bytes, 8 too many jobs of this tenant
+local stream = ARGV[1]
+local first, width = 2, 5
+local limits = redis.call('HMGET', queue .. ':limits', 'jobs', 'bytes', 'tenant_jobs')
+local max_jobs = tonumber(limits[1]) or math.huge
+local max_bytes = tonumber(limits[2]) or math.huge
+local max_tenant_jobs = tonumber(limits[3]) or math.huge
+local jobs = redis.call('ZCARD', queue)
+local bytes = tonumber(redis.call('HGET', load, 'bytes') or 0)
 
 -- In microseconds, and by quarters of one within a call (a double holds no finer): first come,
 -- first served. 2 ms early: due at once for a claim that counts whole ms.
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + time[2] / 1000 - 2
-local jobs = (#ARGV - first + 1) / width
-local queued = 0
+local arrival = now_us / 1000 - 2
+local queued, added = 0, 0
 local answers = {}
 
-for n = 1, jobs do
-  local at = first + (n - 1) * width
-  local id, record, head_start_ms = ARGV[at], ARGV[at + 1], ARGV[at + 2]
-  local job_key = job_prefix .. id
-  if redis.call('EXISTS', job_key) == 1 then
-    -- A record ends with the reply stream of whoever enqueued it.
-    if redis.call('GETRANGE', job_key, -#stream, -1) == stream then
-      answers[n] = 4
-    else
-      redis.call('SADD', waiters_prefix .. id, stream)
-      redis.call('PEXPIRE', waiters_prefix .. id, waiters_ttl_ms)
-      answers[n] = 3
-    end
-  elseif redis.call('EXISTS', result_prefix .. id) == 1 then
-    answers[n] = 2
-  else
-    redis.call('SET', job_key, record)
-    redis.call('ZADD', KEYS[1], now_ms - head_start_ms + (n - 1) / 4096, id)
-    queued = queued + 1
-    answers[n] = 1
-  end
+local function known(id, record, key)
+  local content = content_of(key)
+  return not content or content == string.sub(record, -32)
 end
 
-if queued > 0 and redis.call('LLEN', KEYS[2]) == 0 then
-  redis.call('LPUSH', KEYS[2], '1')
+local function enqueue(id, record, priority, due, tenant, nth)
+  local job_key = JOB_PREFIX .. id
+  if redis.call('EXISTS', job_key) == 1 then
+    if not known(id, record, job_key) then return 5 end
+    if reply_of(job_key) == stream then return 4 end
+    redis.call('SADD', WAITERS_PREFIX .. id, stream)
+    redis.call('PEXPIRE', WAITERS_PREFIX .. id, WAITERS_TTL_MS)
+    return 3
+  end
+  if redis.call('EXISTS', RESULT_PREFIX .. id) == 1 then
+    return known(id, record, RESULT_PREFIX .. id) and 2 or 5
+  end
+  if jobs + queued >= max_jobs then return 6 end
+  if bytes + added + #record > max_bytes then return 7 end
+  if tenant ~= '' then
+    if tonumber(redis.call('HGET', load, '=' .. tenant) or 0) >= max_tenant_jobs then return 8 end
+    redis.call('HINCRBY', load, '=' .. tenant, 1)
+    redis.call('HSET', tenants, id, tenant)
+  end
+  redis.call('SET', job_key, record)
+  if due == '' then
+    place(id, priority, tenant, arrival + nth / 4096, nth)
+  else
+    redis.call('ZADD', queue, string.sub(due, 1, 1) == '+' and now_ms + due or due, id)
+    if tenant ~= '' or priority ~= 0 then
+      redis.call('HSET', later, id, priority .. ' ' .. tenant)
+    end
+  end
+  queued, added = queued + 1, added + #record
+  return 1
+end
+
+for at = first, #ARGV, width do
+  local nth = (at - first) / width
+  local priority = tonumber(ARGV[at + 2])
+  local answer = enqueue(ARGV[at], ARGV[at + 1], priority, ARGV[at + 3], ARGV[at + 4], nth)
+  answers[nth + 1] = answer
+  if answer > 4 then break end
+end
+if queued > 0 then
+  redis.call('HINCRBY', load, 'bytes', added)
+  ring()
 end
 return answers

@@ -1,31 +1,28 @@
--- Writes results, each once. KEYS: queue, leases.
--- ARGV: result_ttl_ms, reply_ttl_ms, the key prefixes job, in-progress, retry, result, waiters,
--- then id, token, result, reply stream ('' for none), …
+-- Writes results, each once. KEYS: queue.
+-- ARGV: for each job id, token, result, ms that it is kept, reply stream ('' for none), its last
+-- `Try` where it is given up ('' otherwise).
 -- Returns 1 for each job whose result was written, 0 where a second finisher was refused.
-local queue, leases = KEYS[1], KEYS[2]
-local result_ttl, reply_ttl = ARGV[1], ARGV[2]
-local job, in_progress, retry, result, waiters = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
 local written = {}
-for i = 8, #ARGV, 4 do
-  local id, token, record, reply = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
-  local owner = redis.call('GET', in_progress .. id)
-  local open = redis.call('ZSCORE', queue, id) and redis.call('EXISTS', result .. id) == 0
-  if open and (owner == token or not owner) then
-    redis.call('SET', result .. id, record, 'PX', result_ttl)
-    redis.call('ZREM', queue, id)
-    redis.call('ZREM', leases, id)
-    redis.call('DEL', in_progress .. id, retry .. id, job .. id)
-    local streams = redis.call('SMEMBERS', waiters .. id)
-    redis.call('DEL', waiters .. id)
-    if reply ~= '' then streams[#streams + 1] = reply end
-    for _, stream in ipairs(streams) do
-      -- A key of another type must not keep the result from being written.
-      redis.pcall('XADD', stream, '*', 'id', id)
-      redis.pcall('PEXPIRE', stream, reply_ttl)
+for i = 1, #ARGV, 6 do
+  local id, token, record, ttl_ms, reply, last_try =
+    ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5]
+  local open = redis.call('EXISTS', RESULT_PREFIX .. id) == 0 and holds(id, token)
+  if open then
+    redis.call('ZREM', suspects, id)
+    local letter = last_try ~= '' and redis.call('EXISTS', JOB_PREFIX .. id) == 1
+    if letter then
+      uncount(id)
+      redis.call('RENAME', JOB_PREFIX .. id, DEAD_PREFIX .. id)
+      redis.call('PEXPIRE', DEAD_PREFIX .. id, DEAD_TTL_MS)
+      redis.call('ZREMRANGEBYSCORE', dead, '-inf', now_ms - DEAD_TTL_MS)
+      redis.call('ZADD', dead, now_ms, id)
+      remember_try(id, last_try)
+      redis.call('RENAME', HISTORY_PREFIX .. id, DEAD_HISTORY_PREFIX .. id)
+      redis.call('PEXPIRE', DEAD_HISTORY_PREFIX .. id, DEAD_TTL_MS)
     end
-    written[#written + 1] = 1
-  else
-    written[#written + 1] = 0
+    end_job(id, record, ttl_ms, reply)
   end
+  written[#written + 1] = open and 1 or 0
 end
+settle_load()
 return written

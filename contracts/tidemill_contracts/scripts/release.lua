@@ -1,24 +1,31 @@
--- Hands claimed jobs back. KEYS: queue, leases, doorbell.
--- ARGV: in-progress and retry prefix, then id, token, score, delay_ms, refund, …
--- With a delay the job is due that much later; without one it takes its old score again.
--- refund 1 gives the try back. Jobs that no longer belong to the caller are left alone.
-local queue, leases, doorbell = KEYS[1], KEYS[2], KEYS[3]
-local in_progress, retry = ARGV[1], ARGV[2]
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+-- Hands claimed jobs back. KEYS: queue.
+-- ARGV: for each job id, token, score, delay_ms, 1 to give the try back, 1 for a suspect, the `Try`
+-- to remember ('' for none).
+-- With a delay the job is due that much later; without one it takes its old place again, a suspect
+-- among the suspects. Jobs that no longer belong to the caller are left alone.
+-- Returns how many were handed back.
 local released = 0
-for i = 3, #ARGV, 5 do
-  local id, token, score, delay, refund = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
-  if redis.call('GET', in_progress .. id) == token then
-    if tonumber(delay) > 0 then score = now + delay end
-    redis.call('ZADD', queue, 'XX', score, id)
+for i = 1, #ARGV, 7 do
+  local id, token, score, delay, refund, suspect, entry =
+    ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], ARGV[i + 6]
+  if holds(id, token) then
+    redis.call('ZREM', suspects, id)
+    if tonumber(delay) > 0 then
+      score = now_ms + delay
+    elseif suspect == '1' then
+      redis.call('ZADD', suspects, now_ms, id)
+      score = now_ms + HOLD_MS
+    end
+    redis.call('ZADD', queue, score, id)
     redis.call('ZREM', leases, id)
-    redis.call('DEL', in_progress .. id)
-    if refund == '1' and tonumber(redis.call('GET', retry .. id) or '0') > 0 then
-      redis.call('DECR', retry .. id)
+    redis.call('HDEL', holders, id)
+    redis.call('DEL', IN_PROGRESS_PREFIX .. id)
+    if entry ~= '' then remember_try(id, entry) end
+    if refund == '1' and tonumber(redis.call('GET', RETRY_PREFIX .. id) or 0) > 0 then
+      redis.call('DECR', RETRY_PREFIX .. id)
     end
     released = released + 1
   end
 end
-if released > 0 and redis.call('LLEN', doorbell) == 0 then redis.call('LPUSH', doorbell, '1') end
+if released > 0 then ring() end
 return released

@@ -1,18 +1,16 @@
--- Renews leases. KEYS: queue, leases. ARGV: lease_ms, in-progress prefix, then id, token, …
+-- Renews leases. KEYS: queue. ARGV: lease_ms, then id, token, …
 -- Returns the ids that now belong to somebody else or have ended.
-local queue, leases = KEYS[1], KEYS[2]
-local lease_ms, in_progress_prefix = tonumber(ARGV[1]), ARGV[2]
-local time = redis.call('TIME')
-local expires = time[1] * 1000 + math.floor(time[2] / 1000) + lease_ms
+local lease_ms = tonumber(ARGV[1])
 local lost = {}
-for i = 3, #ARGV, 2 do
+for i = 2, #ARGV, 2 do
   local id, token = ARGV[i], ARGV[i + 1]
-  local owner = redis.call('GET', in_progress_prefix .. id)
-  -- A lease that ran out while nobody else was there to claim the job is taken up again.
-  if (owner == token or not owner) and redis.call('ZSCORE', queue, id) then
-    redis.call('SET', in_progress_prefix .. id, token, 'PX', lease_ms)
-    redis.call('ZADD', queue, expires, id)
-    redis.call('ZADD', leases, expires, id)
+  if holds(id, token) then
+    -- A lease that ran out while nobody else was there to claim the job is taken up again, and
+    -- its worker has not died after all.
+    if redis.call('ZREM', suspects, id) == 1 then redis.call('RPOP', HISTORY_PREFIX .. id) end
+    redis.call('SET', IN_PROGRESS_PREFIX .. id, token, 'PX', lease_ms)
+    redis.call('ZADD', queue, now_ms + lease_ms, id)
+    redis.call('ZADD', leases, now_ms + lease_ms, id)
   else
     lost[#lost + 1] = id
   end

@@ -23,6 +23,7 @@ from tidemill_contracts.wire.job import (
     Tool,
     ToolCall,
 )
+from tidemill_contracts.wire.lifecycle import JobState, Try
 from tidemill_contracts.wire.receipt import Receipt
 from tidemill_contracts.wire.result import (
     Completion,
@@ -49,6 +50,7 @@ __all__ = [
     "InvalidMessage",
     "JobError",
     "JobFailed",
+    "JobState",
     "Outcome",
     "ParsedToolCall",
     "Receipt",
@@ -60,6 +62,7 @@ __all__ = [
     "TokenLogprobs",
     "Tool",
     "ToolCall",
+    "Try",
     "Usage",
     "convert_job",
     "decode_job",

@@ -59,6 +59,8 @@ class ErrorCode(StrEnum):
     """The worker has not even the memory to compute this job alone, one token at a time."""
     RESULT_NOT_ENCODABLE = "result_not_encodable"
     """A result was computed but cannot be written."""
+    RESULT_TOO_LARGE = "result_too_large"
+    """A result was computed but has more bytes than a result may have."""
     PAYLOAD_LOST = "payload_lost"
     """The queue holds the job's id but Redis no longer holds its payload."""
     UNDECODABLE = "undecodable"

@@ -15,6 +15,7 @@ SCHEMA_VERSION = 1
 
 MAX_JOB_BYTES = 8 * 1024 * 1024
 """Largest encoded job, in bytes."""
+MAX_RESULT_TTL_S = 30 * 24 * 3600
 MAX_PROMPT_TOKENS = 1_048_576
 MAX_MESSAGES = 4_096
 MAX_TOKEN_ID = 2**31 - 1
@@ -272,6 +273,8 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Whose job it is: a worker serves tenants evenly, by tokens, however many jobs each has."""
     deadline: Annotated[float, Meta(ge=0, le=1e11)] | None = None
     """When the answer stops being useful, in seconds since the Unix epoch."""
+    result_ttl: Annotated[float, Meta(ge=1, le=MAX_RESULT_TTL_S)] | None = None
+    """Seconds that the result is kept for; ``None`` is what the worker has set, or a day."""
     cache_salt: Annotated[str, Meta(max_length=128)] = ""
     """Share cached prefixes only with jobs of the same salt, the tenant's name for instance."""
     receipt: bool = False

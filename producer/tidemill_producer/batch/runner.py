@@ -13,8 +13,9 @@ from tidemill_producer.batch.output import OutputFile
 from tidemill_producer.batch.rows import BadLine, OutputRow, Row, encode_output
 from tidemill_producer.batch.tally import EXPECTED, TASK, Tally
 from tidemill_producer.batch.tasks import in_daemon_thread, task_group
-from tidemill_producer.client import JobHandle, Producer
+from tidemill_producer.client import Producer
 from tidemill_producer.errors import BatchError, QueueUnavailable, UnknownJob
+from tidemill_producer.jobs import JobHandle
 
 READ_ROWS = 1000
 FORGET_ROWS = 500
@@ -78,7 +79,8 @@ class BatchRun:
                 else:
                     good[row.job.id] = row
             self._in_flight += len(good)
-            async for handle in self._producer.enqueue_many(row.job for row in good.values()):
+            jobs = (row.job for row in good.values())
+            async for handle in self._producer.enqueue_many(jobs, wait_for_room=True):
                 row = good[handle.id]
                 # Only what is needed later: the prompts of a window may be gigabytes.
                 expected, task = row.job.metadata.get(EXPECTED), row.job.metadata.get(TASK, "")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,17 +16,22 @@ from tidemill_contracts.wire import (
     GenerationResult,
     JobError,
     JobFailed,
+    SamplingParams,
     Timings,
     Usage,
 )
 from tidemill_contracts.wire.arq_format import (
     GENERATE,
+    MAX_RESULT_BYTES,
     UndecodableRecord,
+    content_hash,
     decode_job_record,
     decode_outcome,
+    decode_result_record,
     deserializer,
     encode_job_record,
     encode_result_record,
+    enqueue_time_of,
     error_of,
     serializer,
 )
@@ -60,10 +67,76 @@ def test_we_read_arqs_job_record() -> None:
     assert (record.enqueue_time_ms, record.reply_to) == (5, None)
 
 
-def test_the_reply_stream_ends_the_record() -> None:
-    # The enqueue script tells a job's own producer from another one by this.
-    raw = encode_job_record(GenerationJob(prompt="x"), enqueue_time_ms=0, reply_to="stream-name")
-    assert raw.endswith(b"stream-name")
+def test_a_record_begins_and_ends_with_what_the_scripts_read() -> None:
+    job = GenerationJob(prompt="x")
+    raw = encode_job_record(job, enqueue_time_ms=1_764_561_234_567, reply_to="stream-name")
+    assert raw.endswith(b"\xa8reply_to\xabstream-name\xa1h\xd9 " + content_hash(job).encode())
+    assert enqueue_time_of(raw[:16], raw[-12:]) == 1_764_561_234_567
+    stock = serializer({"t": None, "f": "generate", "a": (), "k": {}, "et": 1_764_561_234_567})
+    assert enqueue_time_of(stock[:16], stock[-12:]) == 1_764_561_234_567
+    result = encode_result_record(
+        JobError(code="x", message="y"),
+        success=False,
+        job_id="a",
+        queue_name="q",
+        content=content_hash(job),
+    )
+    assert result.endswith(b"\xa1h\xd9 " + content_hash(job).encode())
+
+
+def test_the_content_is_all_but_the_id_and_the_urgency() -> None:
+    job = GenerationJob(id="a", prompt="x")
+    hashed = content_hash(job)
+    urgent = msgspec.structs.replace(job, id="b", priority=5, deadline=9.0)
+    assert content_hash(urgent) == hashed
+    for change in ({"prompt": "y"}, {"tenant": "t"}, {"sampling": SamplingParams(seed=1)}):
+        assert content_hash(msgspec.structs.replace(job, **change)) != hashed
+
+
+def _record_of(value: object, **options: Any) -> bytes:
+    return encode_result_record(value, success=True, job_id="a", queue_name="q", **options)
+
+
+def test_a_large_result_is_compressed_and_reads_the_same() -> None:
+    value = {"text": "tide " * 100_000}
+    raw = _record_of(value)
+    assert len(raw) < 10_000
+    assert deserializer(raw)["r"] == value
+    assert msgspec.msgpack.decode(decode_result_record(raw).result) == value
+    small = msgspec.msgpack.decode(_record_of({"text": "tide"}))
+    assert "z" not in small
+    assert small["r"] == {"text": "tide"}
+
+
+def test_a_result_over_the_limit_is_a_failure_of_its_job() -> None:
+    outcome = decode_outcome(_record_of("x" * (MAX_RESULT_BYTES + 1)), "a")
+    assert outcome.error is not None
+    assert outcome.error.code == ErrorCode.RESULT_TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"z": "lzma"},
+        {"r": b"not zlib"},
+        {"r": "text"},
+        {"r": zlib.compress(bytes(MAX_RESULT_BYTES + 1))},
+    ],
+    ids=["unknown-compression", "garbage", "no-bytes", "bomb"],
+)
+def test_a_damaged_compressed_result_is_refused(damage: dict[str, object]) -> None:
+    record = {**msgspec.msgpack.decode(_record_of("tide " * 100_000)), **damage}
+    with pytest.raises(UndecodableRecord):
+        decode_outcome(msgspec.msgpack.encode(record), "a")
+
+
+def test_arq_hears_of_a_cancelled_job_as_it_expects() -> None:
+    error = JobError.of(ErrorCode.CANCELLED, "The job was cancelled")
+    raw = encode_result_record(error, success=False, job_id="a", queue_name="q")
+    raised = deserializer(raw)["r"]
+    assert isinstance(raised, asyncio.CancelledError)
+    assert isinstance(raised, JobFailed)
+    assert raised.error == error
 
 
 def test_arq_reads_our_result_record() -> None:

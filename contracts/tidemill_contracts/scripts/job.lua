@@ -1,0 +1,110 @@
+-- What several scripts do to jobs. Goes before each of them; KEYS[1] is the queue.
+local queue = KEYS[1]
+local leases, holders, suspects = queue .. ':leases', queue .. ':holders', queue .. ':suspects'
+local classes, later = queue .. ':classes', queue .. ':later'
+local load, tenants, dead = queue .. ':load', queue .. ':tenants', queue .. ':dead'
+
+local time = redis.call('TIME')
+local now_us = time[1] * 1000000 + time[2]
+local now_ms = math.floor(now_us / 1000)
+
+local function ring()
+  local doorbell = queue .. ':doorbell'
+  if redis.call('LLEN', doorbell) == 0 then redis.call('LPUSH', doorbell, '1') end
+end
+
+-- Puts a job where it is due by its priority and tenant, having come at `arrival` (ms). `nth`
+-- keeps the order of those that come in one call.
+-- Jobs of a tenant, and of a priority below 0, wait in the lane of their priority, where tenants
+-- take turns: a tenant's job has the turn after its last one, but none that is over.
+local function place(id, priority, tenant, arrival, nth)
+  if tenant == '' and priority >= 0 then
+    redis.call('ZADD', queue, arrival - priority * PRIORITY_STEP_MS, id)
+    return
+  end
+  local turns = queue .. ':turns:' .. priority
+  local known = redis.call('HMGET', turns, 'over', '=' .. tenant)
+  local turn = math.max(tonumber(known[1] or 0), tonumber(known[2] or 0)) + 1
+  redis.call('HSET', turns, '=' .. tenant, turn)
+  -- Those of one turn go by their time; the fraction of a turn says it to within hours.
+  local fraction = now_us % 1e10 / 1e10 * 0.99 + nth * 1e-8
+  redis.call('ZADD', queue .. ':lane:' .. priority, turn + fraction, id)
+  redis.call('SADD', classes, priority)
+  redis.call('ZADD', queue, arrival + HOLD_MS, id)
+end
+
+local function leave_lanes(id)
+  for _, priority in ipairs(redis.call('SMEMBERS', classes)) do
+    redis.call('ZREM', queue .. ':lane:' .. priority, id)
+  end
+end
+
+-- A record that we wrote ends with the reply stream of whoever enqueued it and, a result's too,
+-- with the hash of its content in 32 digits.
+local function content_of(key)
+  local tail = redis.call('GETRANGE', key, -36, -1)
+  return string.sub(tail, 1, 4) == '\161h\217 ' and string.sub(tail, 5) or nil
+end
+
+local function reply_of(job_key)
+  local tail = redis.call('GETRANGE', job_key, -512, -1)
+  local at, found = 0, nil
+  repeat
+    found, at = at, string.find(tail, '\168reply_to', at + 1, true)
+  until not at
+  if found == 0 then return '' end
+  local head = string.byte(tail, found + 9) or 192
+  if head >= 160 and head < 192 then return string.sub(tail, found + 10, found + 9 + head - 160) end
+  if head ~= 217 then return '' end
+  return string.sub(tail, found + 11, found + 10 + string.byte(tail, found + 10))
+end
+
+-- Whether the caller's claim on a job is the last one, and no stock arq worker has it.
+local function holds(id, token)
+  local holder = redis.call('HGET', holders, id)
+  if not holder or string.sub(holder, 1, #token) ~= token then return false end
+  local owner = redis.call('GET', IN_PROGRESS_PREFIX .. id)
+  return (not owner or owner == token) and redis.call('ZSCORE', queue, id) ~= false
+end
+
+local function remember_try(id, entry)
+  redis.call('RPUSH', HISTORY_PREFIX .. id, entry)
+  redis.call('LTRIM', HISTORY_PREFIX .. id, -MAX_HISTORY, -1)
+  redis.call('PEXPIRE', HISTORY_PREFIX .. id, RETRY_TTL_MS)
+end
+
+-- Takes a job out of all that counts jobs.
+local function uncount(id)
+  local bytes = redis.call('STRLEN', JOB_PREFIX .. id)
+  if bytes > 0 then redis.call('HINCRBY', load, 'bytes', -bytes) end
+  local tenant = redis.call('HGET', tenants, id)
+  if tenant then
+    redis.call('HDEL', tenants, id)
+    if redis.call('HINCRBY', load, '=' .. tenant, -1) <= 0 then
+      redis.call('HDEL', load, '=' .. tenant)
+    end
+  end
+end
+
+-- The one end of a job: writes its result, tells who waits, and leaves nothing else behind.
+local function end_job(id, record, ttl_ms, reply)
+  redis.call('SET', RESULT_PREFIX .. id, record, 'PX', ttl_ms)
+  uncount(id)
+  redis.call('ZREM', queue, id)
+  redis.call('ZREM', leases, id)
+  redis.call('HDEL', holders, id)
+  local streams = redis.call('SMEMBERS', WAITERS_PREFIX .. id)
+  redis.call('DEL', IN_PROGRESS_PREFIX .. id, RETRY_PREFIX .. id, JOB_PREFIX .. id,
+    WAITERS_PREFIX .. id, HISTORY_PREFIX .. id)
+  if reply ~= '' then streams[#streams + 1] = reply end
+  for _, stream in ipairs(streams) do
+    -- A key of another type must not keep the result from being written.
+    redis.pcall('XADD', stream, '*', 'id', id)
+    redis.pcall('PEXPIRE', stream, REPLY_TTL_MS)
+  end
+end
+
+-- Counts drift where a stock arq worker ends jobs: an empty queue sets them right.
+local function settle_load()
+  if redis.call('EXISTS', queue) == 0 then redis.call('DEL', load, tenants) end
+end
