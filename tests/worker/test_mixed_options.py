@@ -7,133 +7,32 @@ fourth job is a chat whose thoughts a budget ends.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import random
 import re
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.tiny import write_demo_model
+from tests.worker.mixed import (
+    CHOICES,
+    TEMPLATE,
+    VOCABULARY,
+    assert_same,
+    mixed_jobs,
+    outputs_of,
+)
+from tests.worker.served import batcher, generate
 from tidemill_contracts.wire import (
-    ChatMessage,
-    ChatOptions,
     Completion,
     GenerationJob,
     GenerationResult,
-    RepetitionDetection,
     SamplingParams,
     StructuredOutput,
 )
-from tidemill_worker.batcher import Batcher
 from tidemill_worker.chat import CLOSING_SENTENCE
 from tidemill_worker.engine.row import Row
-from tidemill_worker.settings import make_config
 from tidemill_worker.text import TextModel
-
-VOCABULARY = 512
-TEMPLATE = "{{ messages[-1].content }}<|im_start|>assistant\n<think>\n"
-PROMPTS = ["What is 2 + 3?", "Repeat: one two one two", "Say hello", "Count: 1 2 3 4"]
-TEXTS = ["e", "1", " the", "on", "two", "3 4"]
-
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "n": {"type": "integer", "minimum": 0, "maximum": 99},
-        "ok": {"type": "boolean"},
-    },
-    "required": ["n", "ok"],
-    "additionalProperties": False,
-}
-CHOICES = ["yes", "no 3 4", "žluť 👩‍🚒"]
-FORMS = [
-    StructuredOutput(regex=r"[a-z]{2,4}( [0-9]{1,2})?"),
-    StructuredOutput(json_schema=SCHEMA),
-    StructuredOutput(json_object=True),
-    StructuredOutput(choice=CHOICES),
-    StructuredOutput(grammar='start: "(" NUMBER ")"\nNUMBER: /[0-9]{1,3}/'),
-]
-
-OPTIONS: dict[str, Callable[[random.Random], Any]] = {
-    "temperature": lambda rng: rng.choice([0, 0.3, 1, 2.0, 5]),
-    "top_p": lambda rng: rng.choice([0.2, 0.8, 0.99]),
-    "top_k": lambda rng: rng.choice([-1, 1, 3, 40, 10**9]),
-    "min_p": lambda rng: rng.choice([0.01, 0.3, 1]),
-    "seed": lambda rng: rng.randrange(2**63),
-    "n": lambda rng: rng.choice([2, 3]),
-    "presence_penalty": lambda rng: rng.choice([-1, 0.5, 2]),
-    "frequency_penalty": lambda rng: rng.choice([-0.5, 0.5, 2]),
-    "repetition_penalty": lambda rng: rng.choice([0.8, 1.3, 2]),
-    "logit_bias": lambda rng: {rng.randrange(250): -100.0, rng.randrange(250, 490): 5},
-    "allowed_token_ids": lambda rng: sorted(rng.sample(range(490), 200)),
-    "bad_words": lambda rng: rng.sample(TEXTS, 2),
-    "max_tokens": lambda rng: rng.randint(8, 24),
-    "min_tokens": lambda rng: rng.randint(2, 8),
-    "stop": lambda rng: rng.choice([rng.choice(TEXTS), rng.sample(TEXTS, 2)]),
-    "stop_token_ids": lambda rng: rng.sample(range(490), 20),
-    "include_stop_str_in_output": lambda _: True,
-    "ignore_eos": lambda _: True,
-    "repetition_detection": lambda _: RepetitionDetection(max_pattern=4, min_count=3),
-    "structured": lambda _: FORMS[0],
-    "logprobs": lambda rng: rng.choice([0, 1, 5, 128]),
-    "logprob_token_ids": lambda rng: rng.sample(range(VOCABULARY), 3),
-    "prompt_logprobs": lambda rng: rng.choice([0, 2]),
-    "skip_special_tokens": lambda _: False,
-}
-
-
-def _jobs() -> list[GenerationJob]:
-    """32 jobs, each with about a third of the options."""
-    rng = random.Random(11)
-    forms = zip(itertools.cycle(FORMS), itertools.cycle((True, False)), strict=True)
-    jobs = []
-    for i in range(32):
-        given = {name: make(rng) for name, make in OPTIONS.items() if rng.random() < 0.35}
-        # What is not seeded is not the same twice; and a form or a list bars most tokens already.
-        given.setdefault("seed", i)
-        given.setdefault("max_tokens", 20)
-        if "structured" in given:
-            given.pop("allowed_token_ids", None)
-            given.pop("bad_words", None)
-            given["max_tokens"] += 20
-            given["structured"], may_be_cut = next(forms)
-            if not may_be_cut:
-                given.pop("stop", None)
-                given.pop("stop_token_ids", None)
-        text = PROMPTS[i % 4] * rng.randint(1, 4)
-        fields: dict[str, Any] = {"prompt": text}
-        if i % 4 == 3:
-            given["max_tokens"] += 80  # for the budget, and the sentence that ends the thoughts
-            budget = rng.choice([0, 2, 6])
-            fields = {
-                "messages": [ChatMessage(role="user", content=text)],
-                "chat": ChatOptions(thinking_budget=budget),
-            }
-        jobs.append(GenerationJob(id=f"mixed-{i}", sampling=SamplingParams(**given), **fields))
-    return jobs
-
-
-@asynccontextmanager
-async def _batcher(path: Path, **settings: object) -> AsyncIterator[Batcher]:
-    config = make_config({"model": str(path), "dtype": "float32", "threads": 1, **settings})
-    model = await Batcher.start(config)
-    try:
-        yield model
-    finally:
-        await model.close()
-
-
-async def _generate(model: Batcher, job: GenerationJob) -> GenerationResult:
-    return await model.generate(job, job.id or "", time.time())
-
-
-def _outputs(result: GenerationResult) -> list[Completion]:
-    return list(result.outputs) or [result]
 
 
 def _has(ids: list[int], sequence: list[int]) -> bool:
@@ -289,29 +188,15 @@ def _check_prompt_logprobs(asked: SamplingParams, result: GenerationResult) -> N
         assert list(told.listed) == asked.logprob_token_ids
 
 
-def _assert_same(one: GenerationResult, other: GenerationResult) -> None:
-    assert one.sampling == other.sampling
-    for a, b in zip(_outputs(one), _outputs(other), strict=True):
-        assert (a.token_ids, a.text) == (b.token_ids, b.text)
-        assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
-        assert (a.reasoning, a.content) == (b.reasoning, b.content)
-        for told, also in zip(a.logprobs or [], b.logprobs or [], strict=True):
-            assert told.logprob == pytest.approx(also.logprob, abs=1e-3)
-    prompts = (result.prompt_logprobs or [None] for result in (one, other))
-    for place, also_place in zip(*prompts, strict=True):
-        if place is not None and also_place is not None:
-            assert place.logprob == pytest.approx(also_place.logprob, abs=1e-3)
-
-
 async def test_32_rows_with_every_option_mixed_all_end_and_are_what_each_is_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    jobs = _jobs()
+    jobs = mixed_jobs()
     path = write_demo_model(tmp_path / "model", TEMPLATE)
-    async with _batcher(path, prefix_caching=False) as model:
-        alone = [await _generate(model, job) for job in jobs]
+    async with batcher(path, prefix_caching=False) as model:
+        alone = [await generate(model, job) for job in jobs]
     preempted: list[Row] = []
-    async with _batcher(path, max_rows=24, max_step_tokens=64, page_size=2, kv_pages=150) as model:
+    async with batcher(path, max_rows=24, max_step_tokens=64, page_size=2, kv_pages=150) as model:
         put_back = model._scheduler._put_back
 
         def noted(row: Row) -> None:
@@ -319,18 +204,18 @@ async def test_32_rows_with_every_option_mixed_all_end_and_are_what_each_is_alon
             put_back(row)
 
         monkeypatch.setattr(model._scheduler, "_put_back", noted)
-        together = await asyncio.gather(*(_generate(model, job) for job in jobs))
+        together = await asyncio.gather(*(generate(model, job) for job in jobs))
         assert model._scheduler.pool.free == model._scheduler.pool.total
         text = model.text
     assert preempted, "this pool must preempt"
 
     reasons, forms, truncated = set(), set(), set()
     for job, one, other in zip(jobs, alone, together, strict=True):
-        _assert_same(one, other)
+        assert_same(one, other)
         asked = job.sampling
-        assert len(_outputs(other)) == asked.n
+        assert len(outputs_of(other)) == asked.n
         _check_prompt_logprobs(asked, other)
-        for output in _outputs(other):
+        for output in outputs_of(other):
             forced = _forced(job, output, text)
             _check_tokens(asked, output, forced, text)
             _check_end(asked, output, forced, text)
@@ -352,6 +237,6 @@ async def test_32_rows_with_every_option_mixed_all_end_and_are_what_each_is_alon
 def test_the_mix_has_every_option_of_the_wire() -> None:
     plain = SamplingParams()
     for name in SamplingParams.__struct_fields__:
-        different = [getattr(job.sampling, name) != getattr(plain, name) for job in _jobs()]
+        different = [getattr(job.sampling, name) != getattr(plain, name) for job in mixed_jobs()]
         assert sum(different) >= 4, name
-    assert sum(job.chat.thinking_budget is not None for job in _jobs()) >= 4
+    assert sum(job.chat.thinking_budget is not None for job in mixed_jobs()) >= 4
