@@ -7,7 +7,10 @@ for them. The engine gathers the rows into batches.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,15 +26,19 @@ from tidemill_contracts.wire import (
     JobFailed,
     TidemillError,
 )
+from tidemill_contracts.wire.progress import Progress, UnfitProgress
 from tidemill_worker.engine.engine import Engine, EngineStats
 from tidemill_worker.engine.pages import PagePool
 from tidemill_worker.engine.row import Row
 from tidemill_worker.engine.runner import ModelRunner
 from tidemill_worker.engine.scheduler import Scheduler
 from tidemill_worker.outputs import make_receipt, make_result, make_rows, thinking_room
+from tidemill_worker.progress import Recorder, basis_of, hash_model, read_progress, resume
 from tidemill_worker.settings import WorkerConfig
 from tidemill_worker.structured import Grammars
 from tidemill_worker.text import Prompt, TextModel
+
+logger = logging.getLogger("tidemill.worker")
 
 DEMO_MODEL = "demo"
 _INLINE_CHARACTERS = 16_384
@@ -45,10 +52,13 @@ class EngineCrashed(TidemillError):
 class Batcher:
     """A loaded model that generates for any number of callers at once."""
 
-    def __init__(self, config: WorkerConfig, runner: ModelRunner, text: TextModel) -> None:
+    def __init__(
+        self, config: WorkerConfig, runner: ModelRunner, text: TextModel, model_hash: str
+    ) -> None:
         self.config = config
         self.runner = runner
         self.text = text
+        self._model_hash = model_hash
         self.model_name = config.served_model_name or served_name(config.model)
         self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Never done, unless the engine crashes: then it raises."""
@@ -57,6 +67,7 @@ class Batcher:
         self._ready = self._loop.create_future()
         self._weights: asyncio.Task[str] | None = None
         self._waiting: dict[Row, asyncio.Future[Row]] = {}
+        self._recorders: dict[str, Recorder] = {}
         self._scheduler = Scheduler(
             PagePool(runner.runtime.total_kv_pages, runner.runtime.page_size),
             max_rows=config.max_rows,
@@ -77,8 +88,7 @@ class Batcher:
     @classmethod
     async def start(cls, config: WorkerConfig) -> Batcher:
         """Loads the model and starts the engine. Raises `ModelError` where it cannot."""
-        runner, text = await asyncio.to_thread(_load, config)
-        batcher = cls(config, runner, text)
+        batcher = cls(config, *await asyncio.to_thread(_load, config))
         batcher._engine.start()
         await asyncio.wait({batcher._ready, batcher.crashed}, return_when=asyncio.FIRST_COMPLETED)
         if batcher.crashed.done():
@@ -110,12 +120,22 @@ class Batcher:
         """Seconds until every row is done, if none comes; ``None`` while that is not known."""
         return self._engine.eta_s
 
-    async def generate(
-        self, job: GenerationJob, job_id: str, enqueued_at: float
-    ) -> GenerationResult:
-        """Runs one job to its end.
+    def recorder(self, job_id: str) -> Recorder | None:
+        """Tells of the progress of a job that runs; ``None`` while it is being tokenised."""
+        return self._recorders.get(job_id)
 
-        `enqueued_at` is in seconds since the Unix epoch. Raises `JobFailed`. When the caller is
+    async def generate(
+        self,
+        job: GenerationJob,
+        job_id: str,
+        enqueued_at: float,
+        checkpoint: Sequence[bytes] = (),
+    ) -> GenerationResult:
+        """Runs one job to its end, from where its checkpoint says that it has come to.
+
+        `enqueued_at` is in seconds since the Unix epoch, `checkpoint` what a `Recorder` has told
+        of the same job, here or elsewhere; one that does not fit is ignored. Raises `JobFailed`,
+        and `EngineCrashed`, whereupon nothing will run here any more. When the caller is
         cancelled the row leaves the batch at the next step border and its pages are free.
         """
         if job.model is not None and job.model != self.model_name:
@@ -132,18 +152,23 @@ class Batcher:
                 " `prompt_logits` - at `$.sampling.prompt_logprobs`",
             )
         prompt = await self._encode(job)
-        max_tokens = self._max_tokens(job, prompt)
-        rows = make_rows(
-            job,
-            job_id,
-            prompt,
-            self.text,
-            grammars=await self._grammars.for_rows(job, prompt),
-            max_tokens=max_tokens,
-            enqueued_at=enqueued_at,
-        )
+        rows = await self._make_rows(job, job_id, prompt, enqueued_at)
+        basis = partial(basis_of, self._model_hash, job, rows[0])
+        if checkpoint:
+            try:
+                progress = read_progress(
+                    checkpoint, basis=basis(), outputs=len(rows), vocab_size=self.text.vocab_size
+                )
+                rows = await self._resume(job, job_id, prompt, enqueued_at, progress)
+            except UnfitProgress as error:
+                logger.warning("%s starts anew, its checkpoint does not fit: %s", job_id, error)
         weights = self._hash_weights() if job.receipt else None
-        await self._run(rows)
+        recorder = self._recorders[job_id] = Recorder(rows, basis)
+        try:
+            await self._run([row for row in rows if not row.ended])
+        finally:
+            if self._recorders.get(job_id) is recorder:
+                del self._recorders[job_id]
         result = make_result(job, job_id, self.model_name, prompt, rows)
         if weights is None:
             return result
@@ -162,7 +187,10 @@ class Batcher:
         return task
 
     async def _run(self, rows: list[Row]) -> None:
-        """Runs rows to their end; where the caller is cancelled, all of them leave."""
+        """Runs rows to their end; where the caller is cancelled, all of them leave. Raises
+        `EngineCrashed`."""
+        if self.crashed.done():
+            await self.crashed
         for row in rows:
             self._waiting[row] = self._loop.create_future()
             self._engine.submit(row)
@@ -175,6 +203,41 @@ class Batcher:
         finally:
             for row in rows:
                 self._waiting.pop(row, None)
+
+    async def _make_rows(
+        self,
+        job: GenerationJob,
+        job_id: str,
+        prompt: Prompt,
+        enqueued_at: float,
+        seed: int | None = None,
+    ) -> list[Row]:
+        max_tokens = self._max_tokens(job, prompt)
+        return make_rows(
+            job,
+            job_id,
+            prompt,
+            self.text,
+            grammars=await self._grammars.for_rows(job, prompt),
+            max_tokens=max_tokens,
+            enqueued_at=enqueued_at,
+            seed=seed,
+        )
+
+    async def _resume(
+        self,
+        job: GenerationJob,
+        job_id: str,
+        prompt: Prompt,
+        enqueued_at: float,
+        progress: Progress,
+    ) -> list[Row]:
+        """The job's rows, as far as another worker had brought them. Raises `UnfitProgress`."""
+        rows = await self._make_rows(job, job_id, prompt, enqueued_at, progress.seed)
+        await asyncio.to_thread(resume, rows, progress)
+        tokens = sum(row.resumed for row in rows)
+        logger.info("↪ %s goes on after %d tokens", job_id, tokens)
+        return rows
 
     async def _encode(self, job: GenerationJob) -> Prompt:
         if _characters(job) > _INLINE_CHARACTERS:
@@ -217,6 +280,9 @@ class Batcher:
                 crashed = EngineCrashed(f"The engine has crashed: {type(error).__name__}: {error}")
                 crashed.__cause__ = error
                 self.crashed.set_exception(crashed)
+                for future in self._waiting.values():
+                    if not future.done():
+                        future.set_exception(crashed)
 
         self._loop.call_soon_threadsafe(crash)
 
@@ -227,7 +293,7 @@ def served_name(model: str) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel]:
+def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel, str]:
     if config.model == DEMO_MODEL:
         model_dir = Path(__file__).parent / "demo_model"
     else:
@@ -246,7 +312,8 @@ def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel]:
             deterministic=config.deterministic,
         ),
     )
-    return runner, TextModel(model_dir, runner.config)
+    text = TextModel(model_dir, runner.config)
+    return runner, text, hash_model(runner.model, text)
 
 
 def _characters(job: GenerationJob) -> int:

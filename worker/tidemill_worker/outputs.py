@@ -42,9 +42,10 @@ def make_rows(
     grammars: Sequence[RowGrammar] = (),
     max_tokens: int,
     enqueued_at: float,
+    seed: int | None = None,
 ) -> list[Row]:
     """One row for each output that the job asks for, seeded one by one; `grammars` has one for
-    each of them, or none.
+    each of them, or none; `seed` was drawn for the job before, and counts where it gives none.
 
     A job that says it was enqueued in the future is taken to have been enqueued now: a clock that
     is ahead must not put its jobs behind all others.
@@ -58,7 +59,7 @@ def make_rows(
         asked.check_prompt_logprobs(len(prompt.token_ids))
     except ValueError as error:
         raise JobFailed.of(ErrorCode.INVALID_JOB, str(error)) from None
-    sampling = _effective(job, prompt, text)
+    sampling = _effective(job, prompt, text, seed)
     ends = set(asked.stop_token_ids)
     if not asked.ignore_eos:
         ends |= text.eos_token_ids
@@ -150,6 +151,7 @@ def make_result(
             completion_tokens=sum(row.generated for row in rows),
             cached_tokens=first_row.cached,
             reasoning_tokens=sum(row.thinking.written for row in rows if row.thinking),
+            resumed_tokens=sum(row.resumed for row in rows),
         ),
         timings=Timings(
             queued_ms=_since_enqueued(first_row, min(row.scheduled_at for row in rows)),
@@ -179,12 +181,7 @@ def make_receipt(
         contract=model.contract.abi_fingerprint(),
         chat_template=None if job.messages is None else text.templates_hash,
         prompt_token_ids=prompt.token_ids,
-        sampling={
-            **msgspec.to_builtins(job.sampling),
-            **_told(first.sampling),
-            "max_tokens": first.max_len - first.prompt_len,
-            "end_token_ids": sorted(first.end_token_ids),
-        },
+        sampling=settled_sampling(job, first),
         outputs=[row.output_token_ids for row in rows],
         dtype=str(model.runtime.dtype).removeprefix("torch."),
         deterministic=model.runtime.deterministic,
@@ -243,7 +240,9 @@ def _thinking_budget(
     return budget - lacking
 
 
-def _effective(job: GenerationJob, prompt: Prompt, text: TextModel) -> RowSampling:
+def _effective(
+    job: GenerationJob, prompt: Prompt, text: TextModel, drawn: int | None
+) -> RowSampling:
     """The job's sampling, completed by the model's own defaults."""
     asked = job.sampling
     defaults = sampling_defaults(text, job, prompt)
@@ -253,13 +252,14 @@ def _effective(job: GenerationJob, prompt: Prompt, text: TextModel) -> RowSampli
         if (value := getattr(asked, name)) is not None
     }
     settled = {**defaults, **given}
+    seed = drawn if asked.seed is None else asked.seed
     return RowSampling(
         temperature=settled["temperature"],
         top_p=settled["top_p"],
         top_k=max(0, int(settled["top_k"])),
         min_p=settled["min_p"],
         repetition_penalty=settled["repetition_penalty"],
-        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+        seed=secrets.randbits(63) if seed is None else seed,
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,
         logit_bias=asked.logit_bias,
@@ -268,6 +268,17 @@ def _effective(job: GenerationJob, prompt: Prompt, text: TextModel) -> RowSampli
         logprobs=asked.logprobs,
         logprob_token_ids=asked.logprob_token_ids,
     )
+
+
+def settled_sampling(job: GenerationJob, row: Row) -> dict[str, Any]:
+    """The job's sampling with everything settled that it leaves open, as plain values; `row` is its
+    first."""
+    return {
+        **msgspec.to_builtins(job.sampling),
+        **_told(row.sampling),
+        "max_tokens": row.max_len - row.prompt_len,
+        "end_token_ids": sorted(row.end_token_ids),
+    }
 
 
 def _told(sampling: RowSampling) -> dict[str, Any]:

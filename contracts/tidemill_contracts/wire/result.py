@@ -29,6 +29,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prompt, those whose K and V another job had computed already."""
     reasoning_tokens: int = 0
     """Of a chat's completion, those between ``<think>`` and ``</think>``."""
+    resumed_tokens: int = 0
+    """Of the completion, those that workers before the one that answered had generated: it went
+    on from there."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

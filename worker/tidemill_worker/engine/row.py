@@ -107,6 +107,8 @@ class Row:
     """Tokens whose K and V are in the cache."""
     cached: int = field(default=0, init=False)
     """Prompt tokens that the prefix cache saved this row from computing."""
+    resumed: int = field(default=0, init=False)
+    """Generated tokens that come from another worker."""
     charged: int = field(default=0, init=False)
     """Tokens that its tenant has been charged for, or never will be."""
     pages: list[int] = field(default_factory=list, init=False)
@@ -176,6 +178,20 @@ class Row:
         """Lower has waited longer, each step of priority counted as a minute: it is preempted
         later. Never changes, so that whatever comes later is one day behind every row."""
         return (self.enqueued_at - self.priority * PRIORITY_STEP_MS / 1000, self.arrival)
+
+    def replay(self, token_ids: Sequence[int], first_token_at: float) -> bool:
+        """Appends what another worker has generated, in a row that is not submitted yet.
+
+        False where they are not what this row could have generated: it is of no use any more.
+        """
+        for token_id in token_ids:
+            if self.ended:
+                return False
+            self.append(token_id, first_token_at)
+        self.resumed = len(token_ids)
+        # All but the last of them were computed there, and charged for.
+        self.charged = self.known - 1 if token_ids else 0
+        return self.error is None
 
     def append(self, token_id: int, now: float) -> None:
         """Adds the next token and notes whether it ends the row."""

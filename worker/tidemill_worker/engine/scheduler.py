@@ -316,7 +316,7 @@ class Scheduler:
         row.computed = len(shared) * self.pool.page_size
         self.cached_tokens += row.computed
         row.charged = max(row.charged, row.computed)
-        if row.preemptions == 0:
+        if row.preemptions == 0 and row.resumed == 0:
             row.cached = row.computed
 
     def _stop(self, row: Row) -> None:
