@@ -26,6 +26,7 @@
 | ``tidemill:history:<id>`` | list of `Try`s that did not end it | claim, release | until it ends |
 | ``tidemill:dead:<id>`` | string: the `JobRecord` of a job given up | finish | ``DEAD_TTL_MS`` |
 | ``tidemill:dead-history:<id>`` | list of `Try`, of a job given up | finish | ``DEAD_TTL_MS`` |
+| ``tidemill:progress:<id>`` | list of `Progress` | checkpoint, release | until the job ends |
 | ``tidemill:waiters:<id>`` | set of reply streams | a second caller for the job | until it ends |
 | ``tidemill:reply:<producer>`` | stream of ids of finished jobs | finish | ``REPLY_TTL_MS`` |
 
@@ -47,6 +48,7 @@ ARQ_ABORT = "arq:abort"
 HISTORY_PREFIX = "tidemill:history:"
 DEAD_PREFIX = "tidemill:dead:"
 DEAD_HISTORY_PREFIX = "tidemill:dead-history:"
+PROGRESS_PREFIX = "tidemill:progress:"
 WAITERS_PREFIX = "tidemill:waiters:"
 REPLY_PREFIX = "tidemill:reply:"
 
@@ -54,6 +56,8 @@ RESULT_TTL_MS = 24 * 3600 * 1000
 REPLY_TTL_MS = 3600 * 1000
 """A reply stream outlives its producer by this; writing to it or reading it renews it."""
 WAITERS_TTL_MS = 24 * 3600 * 1000
+PROGRESS_TTL_MS = 24 * 3600 * 1000
+"""A job that nobody has gone on with for so long starts anew."""
 RETRY_TTL_MS = 7 * 24 * 3600 * 1000
 DEAD_TTL_MS = 30 * 24 * 3600 * 1000
 PRIORITY_STEP_MS = 60_000
@@ -91,6 +95,10 @@ def dead_letter_key(job_id: str) -> str:
 
 def dead_history_key(job_id: str) -> str:
     return DEAD_HISTORY_PREFIX + job_id
+
+
+def progress_key(job_id: str) -> str:
+    return PROGRESS_PREFIX + job_id
 
 
 def waiters_key(job_id: str) -> str:

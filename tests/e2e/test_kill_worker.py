@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from redis.asyncio import Redis
 
 from tests.e2e.conftest import serving
 from tidemill_contracts import keys
+from tidemill_contracts.wire.status import decode_status
 from tidemill_producer import GenerationJob, Producer, SamplingParams
 
 JOBS = 60
@@ -78,3 +82,76 @@ async def test_two_workers_share_a_queue(redis_url: str, redis: Redis, tiny_mode
         handles = [handle async for handle in producer.enqueue_many(_jobs())]
         results = await asyncio.gather(*(handle.result(timeout=60) for handle in handles))
     assert len({result.id for result in results}) == JOBS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gently", [False, True])
+async def test_the_next_worker_goes_on_from_the_tokens_of_one_that_stopped(
+    redis_url: str, redis: Redis, tiny_model: Path, gently: bool
+) -> None:
+    jobs = [
+        GenerationJob(
+            id=f"long-{i}",
+            prompt_token_ids=[i, 3, 5],
+            sampling=SamplingParams(
+                temperature=float(i % 2), seed=i, max_tokens=450, ignore_eos=True
+            ),
+            receipt=True,
+        )
+        for i in range(4)
+    ]
+    options = ("--checkpoint-tokens", "16", "--drain-timeout", "0", "--max-rows", "4")
+    async with Producer(redis_url) as producer:
+        handles = [handle async for handle in producer.enqueue_many(jobs)]
+        async with serving(redis_url, tiny_model):
+            unbroken = [await handle.result(timeout=90) for handle in handles]
+        await redis.flushall()
+        handles = [handle async for handle in producer.enqueue_many(jobs)]
+        async with serving(redis_url, tiny_model, *options) as worker:
+            async with asyncio.timeout(60):
+                while not await redis.exists(keys.progress_key("long-3")):
+                    await asyncio.sleep(0.002)
+            if gently:
+                worker.terminate()
+            else:
+                worker.kill()
+            status = await asyncio.wait_for(worker.wait(), 20)
+            assert status == (0 if gently else -signal.SIGKILL)
+        async with serving(redis_url, tiny_model, "--worker-id", "second"):
+            results = [await handle.result(timeout=90) for handle in handles]
+            computed = await _completion_tokens(redis, "second", jobs_done=len(jobs))
+    resumed = 0
+    for whole, result in zip(unbroken, results, strict=True):
+        assert result.token_ids == whole.token_ids
+        assert result.receipt == whole.receipt
+        assert result.usage.resumed_tokens > 0
+        resumed += result.usage.resumed_tokens
+    assert computed == sum(len(result.token_ids) for result in results) - resumed
+
+
+async def _completion_tokens(redis: Redis, worker_id: str, *, jobs_done: int) -> int:
+    """Tokens that a worker has generated, as it says itself once it has done so many jobs."""
+    async with asyncio.timeout(20):
+        while True:
+            raw = await redis.get(keys.worker_key(keys.DEFAULT_QUEUE, worker_id))
+            if raw is not None and (status := decode_status(raw)).jobs_done == jobs_done:
+                return status.completion_tokens
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_loads_its_model_ends_at_once_when_told_to(
+    redis_url: str, redis: Redis, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "endless"
+    shutil.copytree(tiny_model, model)
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")  # whoever opens it waits for ever
+    async with serving(redis_url, model) as worker:
+        # Its connection is the last that it does before it loads.
+        async with asyncio.timeout(60):
+            while len(await redis.client_list()) < 2:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
+        worker.terminate()
+        assert await asyncio.wait_for(worker.wait(), 20) == 0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import sys
+from typing import NoReturn
 
 import click
 
@@ -27,11 +30,24 @@ def worker(**values: object) -> None:
     """Serve a model: take jobs from the queue, generate in full batches, write results."""
     config = make_config(values)
     configure_logging(config)
+    # Until the worker handles its signals itself there is nothing to drain.
+    signal.signal(signal.SIGTERM, lambda *_: _leave())
     # arq and torch take seconds to import: --help and bad settings need neither.
     from tidemill_worker.worker import TidemillWorker
 
     asyncio.set_event_loop(asyncio.new_event_loop())
-    TidemillWorker(config).run()
+    serving = TidemillWorker(config)
+    serving.run()
+    if serving.state == "loading":
+        _leave()
+
+
+def _leave() -> NoReturn:
+    """Ends the process at once: a thread that loads a model can't be stopped, and Python would wait
+    for it."""
+    logging.getLogger("tidemill.worker").info("stopped before the model was loaded")
+    logging.shutdown()
+    os._exit(0)
 
 
 def configure_logging(config: WorkerConfig) -> None:

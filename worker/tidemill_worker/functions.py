@@ -44,4 +44,6 @@ async def generate(ctx: Context, job: object) -> GenerationResult:
             ErrorCode.INVALID_JOB,
             f"The job was queued as {job_id!r} but says {job.id!r} - at `$.id`",
         )
-    return await batcher.generate(job, job_id, enqueued_at.timestamp())
+    # Stock arq knows of no checkpoints.
+    checkpoint = ctx.get("progress", ())
+    return await batcher.generate(job, job_id, enqueued_at.timestamp(), checkpoint)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 
 from redis.exceptions import RedisError
 
 from tidemill_contracts.wire import Try
+from tidemill_worker.checkpoints import Checkpoints
 from tidemill_worker.queue import Claim, JobQueue, Release
-from tidemill_worker.results import MAX_BACK_OFF_S
+from tidemill_worker.results import FIRST_BACK_OFF_S, MAX_BACK_OFF_S
 
 logger = logging.getLogger("tidemill.worker")
 
@@ -24,11 +25,13 @@ class HeldJobs:
         queue: JobQueue,
         tasks: dict[str, asyncio.Task[None]],
         run: Callable[[str], Coroutine[object, object, None]],
+        checkpoints: Checkpoints,
     ) -> None:
         """`tasks`: where to keep the running tasks by job id; `run` answers a job, or gives it
         up."""
         self._queue = queue
         self._run = run
+        self._checkpoints = checkpoints
         self.tasks = tasks
         self.claims: dict[str, Claim] = {}
         self._since: dict[str, float] = {}
@@ -37,8 +40,9 @@ class HeldJobs:
         self.lost: set[str] = set()
         """Jobs that went to somebody else, whose tasks are being stopped."""
         self.task_ended = asyncio.Event()
-        self.idle = asyncio.Event()
-        """Set when the last job has ended; whoever waits for it clears it."""
+        self.news = asyncio.Event()
+        """Set when the last job has ended, whose counters somebody may wait for, or the worker
+        drains; whoever tells of it clears it."""
 
     def start(self, claim: Claim) -> None:
         known = claim.id in self.tasks
@@ -58,7 +62,7 @@ class HeldJobs:
             self.lost.discard(claim.id)
             self.task_ended.set()
             if not self.tasks:
-                self.idle.set()
+                self.news.set()
 
         task.add_done_callback(ended)
 
@@ -73,6 +77,12 @@ class HeldJobs:
     def held_for_ms(self, job_id: str) -> int:
         """How long ago the job was claimed."""
         return int((time.monotonic() - self._since[job_id]) * 1000)
+
+    async def checkpoint(self) -> None:
+        """Keeps the progress of the jobs that are due for it."""
+        await self._checkpoints.write(
+            {id_: claim for id_, claim in self.claims.items() if id_ not in self.finishing}
+        )
 
     async def renew(self) -> None:
         """Renews every lease in one call, and stops the jobs that are somebody else's by now."""
@@ -95,13 +105,39 @@ class HeldJobs:
                 logger.warning("cannot hand %s back yet: %s", job_id, error)
                 await asyncio.sleep(MAX_BACK_OFF_S)
 
+    async def release(self, job_ids: Collection[str]) -> None:
+        """Hands jobs back, with what they have gained and the try, and stops them then."""
+        await self._queue.release(self._releases(job_ids, refund=True))
+        self._stop(job_ids)
+
     async def release_all(self, *, refund: bool) -> None:
-        """Stops what still runs and hands it back at once; results on their way are written."""
-        for job_id, task in self.tasks.items():
-            if job_id not in self.finishing:
-                task.cancel()
-        unfinished = [claim for id_, claim in self.claims.items() if id_ not in self.finishing]
-        if unfinished:
-            released = await self._queue.release([Release(c, refund=refund) for c in unfinished])
-            logger.info("handed %d jobs back", released)
+        """Stops what still runs and hands it back at once, as often as it takes; results on their
+        way are written. Without a refund the jobs' last tokens are not trusted either."""
+        unfinished = self.claims.keys() - self.finishing
+        releases = self._releases(unfinished, refund=refund)
+        self._stop(unfinished)
+        back_off = FIRST_BACK_OFF_S
+        while releases:
+            try:
+                released = await self._queue.release(releases)
+            except (RedisError, OSError) as error:
+                logger.warning("cannot hand %d jobs back yet: %s", len(releases), error)
+                await asyncio.sleep(back_off)
+                back_off *= 2
+            else:
+                logger.info("handed %d jobs back", released)
+                break
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    def _releases(self, job_ids: Collection[str], *, refund: bool) -> list[Release]:
+        claims = [self.claims[job_id] for job_id in job_ids if job_id not in self.finishing]
+        return [
+            Release(claim, refund=refund, piece=self._checkpoints.last(claim) if refund else None)
+            for claim in claims
+        ]
+
+    def _stop(self, job_ids: Collection[str]) -> None:
+        for job_id in job_ids:
+            task = self.tasks.get(job_id)
+            if task is not None and job_id not in self.finishing:
+                task.cancel()

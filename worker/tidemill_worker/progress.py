@@ -56,10 +56,12 @@ class Recorder:
     """Tells of one job's progress while the engine's thread moves it on."""
 
     def __init__(self, rows: Sequence[Row], basis: Callable[[], str]) -> None:
+        """`rows` may have been resumed: the next piece then follows those that they were resumed
+        from."""
         self._rows = rows
         self._basis = basis
-        self._taken = [0] * len(rows)
-        self._prompt_taken = 0
+        self._taken = [row.resumed for row in rows]
+        self._prompt_taken = len(rows[0].prompt_logprobs)
 
     @property
     def started(self) -> bool:
@@ -68,6 +70,11 @@ class Recorder:
             row.table_index >= 0 or row.preemptions or row.generated > row.resumed
             for row in self._rows
         )
+
+    @property
+    def resumed(self) -> bool:
+        """Whether any of its rows goes on from where another worker left it."""
+        return any(row.resumed for row in self._rows)
 
     @property
     def gained(self) -> int:

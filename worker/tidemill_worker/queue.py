@@ -38,6 +38,8 @@ class Claim:
     """The job record; ``None`` where Redis has lost it, or where it is too large to be fetched."""
     claimed_at_ms: int
     """Redis's clock."""
+    progress: Sequence[bytes] = ()
+    """How far other workers came: see `tidemill_contracts.wire.progress`."""
     payload_bytes: int = 0
     suspect: bool = False
     """Whether a worker died that had it: it runs alone."""
@@ -68,6 +70,16 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """What a job has gained since its last checkpoint."""
+
+    claim: Claim
+    after: int
+    """How many pieces the checkpoint has; 0 begins it anew."""
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """A job to be handed back."""
 
@@ -78,6 +90,7 @@ class Release:
     """Whether this try counts as none."""
     ended: Try | None = None
     """What this try came to, for the job's history."""
+    piece: Piece | None = None
 
 
 class JobQueue:
@@ -104,6 +117,7 @@ class JobQueue:
         self._orders = keys.orders_key(queue, self._instance)
         self._claim = redis.register_script(load_script("claim"))
         self._renew = redis.register_script(load_script("renew"))
+        self._checkpoint = redis.register_script(load_script("checkpoint"))
         self._finish = redis.register_script(load_script("finish"))
         self._release = redis.register_script(load_script("release"))
 
@@ -129,8 +143,8 @@ class JobQueue:
         )
         now, next_due = int(reply[0]), int(reply[1])
         claims = []
-        for i in range(3, len(reply), 5):
-            job_id, score, tries, suspect, payload = reply[i : i + 5]
+        for i in range(3, len(reply), 6):
+            job_id, score, tries, suspect, payload, progress = reply[i : i + 6]
             fetched = payload if isinstance(payload, bytes) else None
             claims.append(
                 Claim(
@@ -141,6 +155,7 @@ class JobQueue:
                     tries=int(tries),
                     payload=fetched,
                     claimed_at_ms=now,
+                    progress=progress,
                     payload_bytes=int(payload or 0) if fetched is None else len(fetched),
                     suspect=bool(suspect),
                 )
@@ -174,6 +189,15 @@ class JobQueue:
         lost = await self._renew(keys=[self.name], args=args)
         return {job_id.decode(errors="surrogateescape") for job_id in lost}
 
+    async def checkpoint(self, pieces: Sequence[Piece]) -> list[bool]:
+        """Adds to jobs' progress. False where a job is no longer this worker's, or has other
+        progress than this worker thinks."""
+        args: list[str | bytes | int] = []
+        for piece in pieces:
+            args += [_raw(piece.claim.id), piece.claim.token, piece.after, piece.data]
+        added = await self._checkpoint(keys=[self.name], args=args)
+        return [flag == 1 for flag in added]
+
     async def finish(self, finished: Sequence[Finished]) -> list[bool]:
         """Writes results, each once. False where another result stands already, another worker's
         or that the job was cancelled."""
@@ -194,7 +218,7 @@ class JobQueue:
         """Hands jobs back. Returns how many of them were still this worker's."""
         args: list[str | bytes | int | float] = []
         for item in releases:
-            claim = item.claim
+            claim, piece = item.claim, item.piece
             args += [
                 _raw(claim.id),
                 claim.token,
@@ -203,6 +227,8 @@ class JobQueue:
                 int(item.refund),
                 int(claim.suspect),
                 b"" if item.ended is None else encode_try(item.ended),
+                0 if piece is None else piece.after,
+                b"" if piece is None else piece.data,
             ]
         return int(await self._release(keys=[self.name], args=args))
 

@@ -30,6 +30,8 @@ from tidemill_contracts.wire.arq_format import (
     encode_result_record,
     error_of,
 )
+from tidemill_worker.batcher import EngineCrashed
+from tidemill_worker.checkpoints import Checkpoints
 from tidemill_worker.functions import Context
 from tidemill_worker.held import HeldJobs
 from tidemill_worker.queue import Claim, Finished, JobQueue
@@ -44,12 +46,14 @@ _MANY_PLACES = 2048
 class JobRunner:
     """Gives every claimed job its one end: a result, an error, or back to the queue."""
 
-    def __init__(self, worker: Worker, queue: JobQueue, results: ResultWriter) -> None:
+    def __init__(
+        self, worker: Worker, queue: JobQueue, results: ResultWriter, checkpoints: Checkpoints
+    ) -> None:
         """`worker` has the functions, the hooks and the counters."""
         self._worker = worker
         self._queue = queue
         self._results = results
-        self.held = HeldJobs(queue, worker.tasks, self._run)
+        self.held = HeldJobs(queue, worker.tasks, self._run, checkpoints)
 
     async def _run(self, job_id: str) -> None:
         claim = self.held.claims[job_id]
@@ -67,6 +71,10 @@ class JobRunner:
             if job_id in self.held.lost:
                 logger.warning("⊘ %s was cancelled, or went to another worker", job_id)
                 return
+            raise
+        except EngineCrashed:
+            # The worker ends now, and hands this job back with all others.
+            await asyncio.get_running_loop().create_future()
             raise
         except Retry as retry:
             delay_ms = retry.defer_score or 1
@@ -212,6 +220,7 @@ class JobRunner:
             "job_try": claim.tries,
             "enqueue_time": ms_to_datetime(enqueue_time_ms),
             "score": claim.score,
+            "progress": claim.progress,
         }
 
 

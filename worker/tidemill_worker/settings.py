@@ -107,7 +107,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
     drain_timeout: Annotated[
         float, Meta(ge=0, description="Seconds to finish running jobs in, on SIGTERM.")
-    ] = 30.0
+    ] = 25.0
+    checkpoint_tokens: Annotated[
+        int,
+        Meta(
+            ge=0, description="Tokens after which a job's progress is kept; 0 for no checkpoints."
+        ),
+    ] = 64
+    checkpoint_s: Annotated[
+        float,
+        Meta(ge=0.1, description="Seconds after which it is kept where it has fewer new tokens."),
+    ] = 5.0
     burst: Annotated[bool, Meta(description="Stop once the queue is empty.")] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least level to log.")

@@ -22,9 +22,11 @@ from tidemill_contracts.wire.arq_format import GENERATE, deserializer, serialize
 from tidemill_contracts.wire.status import WorkerState
 from tidemill_worker.arq_aborts import ArqAborts
 from tidemill_worker.batcher import Batcher
+from tidemill_worker.checkpoints import Checkpoints
 from tidemill_worker.connect import connect, redis_settings
 from tidemill_worker.functions import Context, generate, shutdown, startup
 from tidemill_worker.heartbeat import Heartbeat
+from tidemill_worker.progress import Recorder
 from tidemill_worker.queue import JobQueue
 from tidemill_worker.results import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, ResultWriter
 from tidemill_worker.running import JobRunner
@@ -37,6 +39,8 @@ IDLE_WAIT_S = 1.0
 do not."""
 HEARTBEAT_S = 2.0
 MIN_HEARTBEAT_S = 0.3
+CHECKPOINT_CHECK_S = 0.25
+"""How often to look which jobs are due for a checkpoint."""
 HEALTH_CHECK_INTERVAL_S = 10
 ORDERS_WAIT_S = 10.0
 ABORT_POLL_S = 1.0
@@ -91,7 +95,13 @@ class TidemillWorker(Worker):
             max_tries=self.config.max_tries,
         )
         self.results = ResultWriter(self.queue)
-        self.runner = JobRunner(self, self.queue, self.results)
+        checkpoints = Checkpoints(
+            self.queue,
+            self._recorder,
+            tokens=self.config.checkpoint_tokens,
+            seconds=self.config.checkpoint_s,
+        )
+        self.runner = JobRunner(self, self.queue, self.results, checkpoints)
         self._heartbeat = Heartbeat(self.pool, self.config)
         self._aborts = ArqAborts(self.pool, self.queue_name, self.queue.result_ttl_ms)
         if self.on_startup:
@@ -100,6 +110,7 @@ class TidemillWorker(Worker):
         background = [
             asyncio.create_task(self.results.run(), name="write-results"),
             asyncio.create_task(self._every(self.config.lease_ms / 3000, self.runner.held.renew)),
+            asyncio.create_task(self._every(CHECKPOINT_CHECK_S, self.runner.held.checkpoint)),
             asyncio.create_task(self._beat()),
             asyncio.create_task(self._drop_cancelled(), name="drop-cancelled"),
             asyncio.create_task(self._every(ABORT_POLL_S, self._cancel_for_arq)),
@@ -133,9 +144,11 @@ class TidemillWorker(Worker):
         if not self.tasks:
             return
         self.state = "draining"
+        self.runner.held.news.set()
         logger.info(
             "draining: %d jobs run, at most %.0fs more", len(self.tasks), self.config.drain_timeout
         )
+        release = asyncio.create_task(self._logging_trouble(self._release_unstarted))
         hand_back = asyncio.create_task(self._hand_back.wait())
         running = asyncio.create_task(asyncio.wait(list(self.tasks.values())))
         await asyncio.wait(
@@ -143,8 +156,23 @@ class TidemillWorker(Worker):
             timeout=self.config.drain_timeout,
             return_when=asyncio.FIRST_COMPLETED,
         )
-        hand_back.cancel()
-        running.cancel()
+        for task in (release, hand_back, running):
+            task.cancel()
+
+    async def _release_unstarted(self) -> None:
+        """Hands back at once what waits for a place in the batch: another worker may have one."""
+        unstarted = [
+            job_id
+            for job_id in self.tasks
+            if (recorder := self._recorder(job_id)) is not None and not recorder.started
+        ]
+        if unstarted:
+            await self.runner.held.release(unstarted)
+            logger.info("handed %d jobs back that had not begun", len(unstarted))
+
+    def _recorder(self, job_id: str) -> Recorder | None:
+        batcher = self.ctx.get("batcher")
+        return batcher.recorder(job_id) if isinstance(batcher, Batcher) else None
 
     async def _claim_until_drained(self) -> None:
         held = self.runner.held
@@ -220,16 +248,15 @@ class TidemillWorker(Worker):
             logger.warning("%s: %s", name, error)
 
     async def _beat(self) -> None:
-        """Heartbeats, and one more soon after the last job has ended: whoever waited for it
-        wants the counters with it."""
-        idle = self.runner.held.idle
+        """Heartbeats, and one more soon after there is news."""
+        news = self.runner.held.news
         while True:
             await self._logging_trouble(self._tell_status)
             await asyncio.sleep(MIN_HEARTBEAT_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S - MIN_HEARTBEAT_S):
-                    await idle.wait()
-            idle.clear()
+                    await news.wait()
+            news.clear()
 
     async def _tell_status(self) -> None:
         await self.heart_beat()

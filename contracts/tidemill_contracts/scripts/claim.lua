@@ -4,7 +4,8 @@
 -- ARGV  limit, lease_ms, token (32 characters), the worker's instance and name, how many jobs it
 --       holds now, max_tries, most bytes of one job, most bytes of all
 -- Returns { now_ms, ms until the next job is due (-1: none), 1 where the worker shall claim no more
---       until it is idle, then for each job: id, score, tries, 1 for a suspect, payload }
+--       until it is idle, then for each job: id, score, tries, 1 for a suspect, payload,
+--       pieces of progress }
 --       payload is false where Redis has lost it, its size where that is over the limit.
 --
 -- A job whose worker died is suspect: it runs alone, on a worker that has nothing else, so that it
@@ -29,7 +30,10 @@ local function claim(id, score, suspect)
   if payload <= max_job_bytes then payload = redis.call('GET', JOB_PREFIX .. id) end
   if type(payload) == 'string' then bytes = bytes + #payload end
   local old_place = string.format('%.17g', score)
-  for _, value in ipairs({ id, old_place, tries, suspect, payload }) do
+  local progress = redis.pcall('LRANGE', PROGRESS_PREFIX .. id, 0, -1)
+  if progress.err then progress = {} end
+  for _, piece in ipairs(progress) do bytes = bytes + #piece end
+  for _, value in ipairs({ id, old_place, tries, suspect, payload, progress }) do
     reply[#reply + 1] = value
   end
   claimed = claimed + 1

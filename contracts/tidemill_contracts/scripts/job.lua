@@ -67,6 +67,20 @@ local function holds(id, token)
   return (not owner or owner == token) and redis.call('ZSCORE', queue, id) ~= false
 end
 
+-- Adds a piece to a job's progress, of which the caller knows so many pieces; 0 begins it anew.
+-- False where it has others.
+local function add_progress(id, known, piece)
+  local progress = PROGRESS_PREFIX .. id
+  if tonumber(known) == 0 then
+    redis.call('DEL', progress)
+  elseif redis.call('LLEN', progress) ~= tonumber(known) then
+    return false
+  end
+  redis.call('RPUSH', progress, piece)
+  redis.call('PEXPIRE', progress, PROGRESS_TTL_MS)
+  return true
+end
+
 local function remember_try(id, entry)
   redis.call('RPUSH', HISTORY_PREFIX .. id, entry)
   redis.call('LTRIM', HISTORY_PREFIX .. id, -MAX_HISTORY, -1)
@@ -95,7 +109,7 @@ local function end_job(id, record, ttl_ms, reply)
   redis.call('HDEL', holders, id)
   local streams = redis.call('SMEMBERS', WAITERS_PREFIX .. id)
   redis.call('DEL', IN_PROGRESS_PREFIX .. id, RETRY_PREFIX .. id, JOB_PREFIX .. id,
-    WAITERS_PREFIX .. id, HISTORY_PREFIX .. id)
+    WAITERS_PREFIX .. id, HISTORY_PREFIX .. id, PROGRESS_PREFIX .. id)
   if reply ~= '' then streams[#streams + 1] = reply end
   for _, stream in ipairs(streams) do
     -- A key of another type must not keep the result from being written.

@@ -1,11 +1,12 @@
 -- Hands claimed jobs back. KEYS: queue.
 -- ARGV: for each job id, token, score, delay_ms, 1 to give the try back, 1 for a suspect, the `Try`
--- to remember ('' for none).
+-- to remember ('' for none), number of pieces of progress that the caller knows of, piece to add ('' for
+-- none).
 -- With a delay the job is due that much later; without one it takes its old place again, a suspect
 -- among the suspects. Jobs that no longer belong to the caller are left alone.
 -- Returns how many were handed back.
 local released = 0
-for i = 1, #ARGV, 7 do
+for i = 1, #ARGV, 9 do
   local id, token, score, delay, refund, suspect, entry =
     ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], ARGV[i + 6]
   if holds(id, token) then
@@ -20,6 +21,7 @@ for i = 1, #ARGV, 7 do
     redis.call('ZREM', leases, id)
     redis.call('HDEL', holders, id)
     redis.call('DEL', IN_PROGRESS_PREFIX .. id)
+    if ARGV[i + 8] ~= '' then add_progress(id, ARGV[i + 7], ARGV[i + 8]) end
     if entry ~= '' then remember_try(id, entry) end
     if refund == '1' and tonumber(redis.call('GET', RETRY_PREFIX .. id) or 0) > 0 then
       redis.call('DECR', RETRY_PREFIX .. id)
