@@ -13,6 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.e2e.conftest import serving
+from tests.worker.served import batcher, generate
 from tidemill_contracts import keys
 from tidemill_contracts.wire.status import decode_status
 from tidemill_producer import GenerationJob, Producer, SamplingParams
@@ -94,18 +95,16 @@ async def test_the_next_worker_goes_on_from_the_tokens_of_one_that_stopped(
             id=f"long-{i}",
             prompt_token_ids=[i, 3, 5],
             sampling=SamplingParams(
-                temperature=float(i % 2), seed=i, max_tokens=450, ignore_eos=True
+                temperature=float(i % 2), seed=i, max_tokens=1000, ignore_eos=True
             ),
             receipt=True,
         )
         for i in range(4)
     ]
     options = ("--checkpoint-tokens", "16", "--drain-timeout", "0", "--max-rows", "4")
+    async with batcher(tiny_model) as model:
+        unbroken = await asyncio.gather(*(generate(model, job) for job in jobs))
     async with Producer(redis_url) as producer:
-        handles = [handle async for handle in producer.enqueue_many(jobs)]
-        async with serving(redis_url, tiny_model):
-            unbroken = [await handle.result(timeout=90) for handle in handles]
-        await redis.flushall()
         handles = [handle async for handle in producer.enqueue_many(jobs)]
         async with serving(redis_url, tiny_model, *options) as worker:
             async with asyncio.timeout(60):

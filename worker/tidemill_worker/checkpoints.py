@@ -74,9 +74,9 @@ class Checkpoints:
     def last(self, claim: Claim) -> Piece | None:
         """All that the job has gained since its checkpoint; ``None`` where that is nothing."""
         kept = self._find(claim)
-        if kept is None or not self._tokens or not (kept.recorder.gained or not kept.certain):
+        if kept is None or kept.full or not self._tokens:
             return None
-        return self._next(claim, kept)
+        return self._next(claim, kept) if kept.recorder.gained or not kept.certain else None
 
     def _find(self, claim: Claim) -> _Kept | None:
         recorder = self._recorder_of(claim.id)
@@ -84,12 +84,12 @@ class Checkpoints:
             return None
         kept = self._kept.get(claim.id)
         if kept is None or kept.recorder is not recorder:
-            goes_on = recorder.resumed
-            kept = self._kept[claim.id] = _Kept(
-                recorder,
-                len(claim.progress) if goes_on else 0,
-                sum(map(len, claim.progress)) if goes_on else 0,
-            )
+            if recorder.resumed:
+                pieces, size = len(claim.progress), sum(map(len, claim.progress))
+            else:
+                recorder.rewind()
+                pieces = size = 0
+            kept = self._kept[claim.id] = _Kept(recorder, pieces, size)
         return kept
 
     def _is_due(self, kept: _Kept) -> bool:
