@@ -22,7 +22,7 @@ KEY = keys.progress_key("job")
 
 
 async def _claim_one(queue: JobQueue) -> Claim:
-    (claim,), _ = await queue.claim(1)
+    (claim,) = (await queue.claim(1)).claims
     return claim
 
 

@@ -184,13 +184,18 @@ async def test_what_waits_for_a_place_is_handed_back_at_once(
 
 
 async def test_a_worker_that_drains_says_so_soon(
-    redis_url: str, redis: Redis, push: Push, tiny_model: Path
+    redis_url: str,
+    redis: Redis,
+    push: Push,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("tidemill_worker.worker.HEARTBEAT_S", 1_000.0)
     await push_all(push)
-    async with working(redis_url, tiny_model, step_s=0.05) as (worker, model):
+    async with working(redis_url, tiny_model, step_s=0.2) as (worker, model):
         await generated(model, 1)
         worker.handle_sig(signal.SIGTERM)
-        async with asyncio.timeout(1.9):
+        async with asyncio.timeout(20):
             key = keys.worker_key(QUEUE, worker.config.name)
             while (raw := await redis.get(key)) is None or decode_status(raw).state != "draining":
                 await asyncio.sleep(0.02)

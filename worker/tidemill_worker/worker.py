@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from arq.worker import Worker, func
@@ -135,9 +135,7 @@ class TidemillWorker(Worker):
                 )
             with contextlib.suppress(TimeoutError, RedisError, OSError):
                 await asyncio.wait_for(self._heartbeat.remove(), FINAL_WRITE_S)
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await _end(background)
 
     async def _serve(self) -> None:
         await self._claim_until_drained()
@@ -286,6 +284,17 @@ class TidemillWorker(Worker):
         if self._pool is not None:
             await self._pool.aclose()
             self._pool = None
+
+
+async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancels tasks, as often as it takes: one that waits with a timeout may lose a cancellation
+    in Python 3.11."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=0.5)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _within(awaitable: Awaitable[object], seconds: float) -> None:
