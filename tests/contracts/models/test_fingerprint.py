@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.contracts.models.driver import small_config
-from tidemill_contracts.models.fingerprint import hash_weights
+from tidemill_contracts.models.fingerprint import hash_weights, sample_weights
 from tools.make_checkpoint import tensor_shapes, write_checkpoint
 
 
@@ -32,10 +34,12 @@ def test_shards_and_other_metadata_do_not_change_it(tmp_path: Path) -> None:
     index = shards / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     assert hash_weights(shards) == hash_weights(whole)
+    assert sample_weights(shards) == sample_weights(whole) != hash_weights(whole)
 
 
-def test_one_changed_bit_changes_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hash_of", [hash_weights, sample_weights])
+def test_one_changed_bit_changes_it(tmp_path: Path, hash_of: Callable[[Path], str]) -> None:
     tensors = _tensors()
-    before = hash_weights(write_checkpoint(tmp_path / "a", small_config(), tensors=tensors))
+    before = hash_of(write_checkpoint(tmp_path / "a", small_config(), tensors=tensors))
     tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
-    assert hash_weights(write_checkpoint(tmp_path / "b", small_config(), tensors=tensors)) != before
+    assert hash_of(write_checkpoint(tmp_path / "b", small_config(), tensors=tensors)) != before
