@@ -10,12 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
+from tidemill_contracts.models.config import load_config
 from tidemill_contracts.models.fingerprint import hash_weights
 from tidemill_contracts.models.hub import resolve_model_dir
 from tidemill_contracts.models.runtime import RuntimeOptions
@@ -298,21 +300,22 @@ def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel, str]:
         model_dir = Path(__file__).parent / "demo_model"
     else:
         model_dir = resolve_model_dir(config.model)
-    runner = ModelRunner.load(
-        model_dir,
-        RuntimeOptions(
-            device=config.device,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            page_size=config.page_size,
-            kv_pages=config.kv_pages,
-            kernels=config.kernels,
-            max_rows=config.max_rows,
-            max_step_tokens=config.max_step_tokens,
-            deterministic=config.deterministic,
-        ),
+    options = RuntimeOptions(
+        device=config.device,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        page_size=config.page_size,
+        kv_pages=config.kv_pages,
+        kernels=config.kernels,
+        max_rows=config.max_rows,
+        max_step_tokens=config.max_step_tokens,
+        deterministic=config.deterministic,
     )
-    text = TextModel(model_dir, runner.config)
+    # A tokenizer takes a second, most of it beside the reading and packing of weights.
+    with ThreadPoolExecutor(1) as other:
+        loading = other.submit(TextModel, model_dir, load_config(model_dir))
+        runner = ModelRunner.load(model_dir, options)
+        text = loading.result()
     return runner, text, hash_model(runner.model, text)
 
 

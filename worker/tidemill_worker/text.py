@@ -87,6 +87,15 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
         return content if isinstance(content, str) else None
 
 
+class _Decoder(msgspec.Struct, frozen=True):
+    type: str = ""
+    decoders: list[_Decoder] = []
+
+
+class _TokenizerFile(msgspec.Struct, frozen=True):
+    decoder: _Decoder | None = None
+
+
 class TextModel:
     """What turns a job into token ids and a row's ids into text."""
 
@@ -255,12 +264,11 @@ def _load_tokenizer(path: Path) -> Tokenizer | None:
     if not path.exists():
         return None
     try:
-        decoder = json.loads(path.read_bytes()).get("decoder") or {}
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
-    kinds = {decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", []))}
-    if "ByteLevel" not in kinds:
+    decoder = _read(path, _TokenizerFile).decoder or _Decoder()
+    if "ByteLevel" not in {decoder.type, *(part.type for part in decoder.decoders)}:
         raise CheckpointError(f"{path}: not a byte-level tokenizer, as every Qwen3 model has")
     return tokenizer
 
@@ -355,7 +363,7 @@ def token_bytes(tokenizer: Tokenizer | None) -> list[bytes]:
     """The bytes of every token id."""
     if tokenizer is None:
         return []
-    to_byte = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    to_byte = str.maketrans({char: chr(byte) for byte, char in enumerate(_byte_alphabet())})
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
@@ -363,7 +371,7 @@ def token_bytes(tokenizer: Tokenizer | None) -> list[bytes]:
         if token_id in added:
             table[token_id] = token.encode()
         else:
-            table[token_id] = bytes(to_byte[char] for char in token)
+            table[token_id] = token.translate(to_byte).encode("latin-1")
     return table
 
 
