@@ -43,19 +43,19 @@ class Ceilings:
 
 
 def measure(threads: int = 2, repeats: int = 5) -> Ceilings:
-    command = [str(_program()), str(threads), str(repeats)]
+    command = [str(compiled(SOURCE)), str(threads), str(repeats)]
     done = subprocess.run(command, capture_output=True, check=True, text=True)
     return Ceilings(**json.loads(done.stdout))
 
 
 @cache
-def _program() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="tidemill-"))
-    target = folder / "ceilings"
+def compiled(source: Path) -> Path:
+    """A program of one C++ file, built once a process."""
+    target = Path(tempfile.mkdtemp(prefix="tidemill-")) / source.stem
     subprocess.run(
         [
             "g++", "-std=c++20", "-O3", "-march=native", "-mprefer-vector-width=512", "-pthread",
-            "-Wno-psabi", str(SOURCE), "-o", str(target),
+            "-Wno-psabi", str(source), "-o", str(target),
         ],
         check=True,
     )  # fmt: skip

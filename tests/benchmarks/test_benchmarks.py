@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill_contracts.models.qwen3.native.library import find_compiler
+from tidemill_contracts.models.qwen3.native.library import find_compiler, lacking
 from tools.make_checkpoint import published_config, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -133,3 +133,11 @@ def test_the_queue_is_held_to_the_engine_alone(tiny: Path) -> None:
         ratio = measured["engine_s"] / measured["queue_s"]
         assert measured["of_engine"] == pytest.approx(ratio, rel=0.05)
     assert summary["runs"] == len(runs) == 2
+
+
+@pytest.mark.skipif(lacking() is not None, reason="no matrix unit to watch")
+def test_the_matrix_unit_is_found_in_one_of_its_states() -> None:
+    done = run("benchmarks/matrix_unit.py", "--threads", "1", "--seconds", "0.5")
+    states = [json.loads(line) for line in done.stdout.splitlines()]
+    assert 0 < sum(state["share"] for state in states) <= 1
+    assert all(state["load_far"] > 0 for state in states)
