@@ -303,6 +303,7 @@ def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel, str]:
     options = RuntimeOptions(
         device=config.device,
         dtype=config.dtype,
+        quantization=config.quantization,
         max_model_len=config.max_model_len,
         page_size=config.page_size,
         kv_pages=config.kv_pages,

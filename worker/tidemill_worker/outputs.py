@@ -184,6 +184,7 @@ def make_receipt(
         sampling=settled_sampling(job, first),
         outputs=[row.output_token_ids for row in rows],
         dtype=str(model.runtime.dtype).removeprefix("torch."),
+        quantization=model.contract.model.quant,
         deterministic=model.runtime.deterministic,
     )
 

@@ -47,6 +47,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["bfloat16", "float32"] | None,
         Meta(description="Of weights and KV cache; the checkpoint's by default."),
     ] = None
+    quantization: Annotated[
+        Literal["int8"] | None,
+        Meta(description="Rounds the matrices of a dense model while it loads; on the CPU only."),
+    ] = None
     deterministic: Annotated[
         bool,
         Meta(description="Same bits for a job whatever runs with it; slower, on the CPU only."),

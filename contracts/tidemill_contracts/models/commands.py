@@ -119,6 +119,7 @@ def _show_stages(contract: ModelContract) -> None:
 @click.argument("model_dir", type=click.Path(path_type=Path))
 @click.option("--device", default="cpu", show_default=True, help="Where the model would run.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of weights and cache.")
+@click.option("--quantization", type=click.Choice(["int8"]), help="Of the matrices, on the CPU.")
 @click.option("--max-model-len", type=int, help="Longest job in tokens.")
 @click.option("--max-rows", type=int, default=32, show_default=True, help="Rows in one step.")
 @click.option("--page-size", type=int, help="Tokens per KV page.")

@@ -44,6 +44,9 @@ Phase = Literal["prefill", "decode", "score"]
 Kernels = Literal["auto", "torch"]
 """The fastest kernels that the machine runs, or plain torch, which runs everywhere."""
 
+Quantization = Literal["int8"]
+"""What the matrices of a checkpoint are rounded to while it loads."""
+
 OPTIONAL_PHASES: Mapping[str, Phase] = MappingProxyType({"prompt_logits": "score"})
 """Phases that a contract need not have, by the capability that says that it has one."""
 
@@ -61,7 +64,8 @@ class ModelId:
     quant: str | None = None
 
     def __str__(self) -> str:
-        return "/".join(part for part in (self.family, self.variant, self.size, self.quant) if part)
+        quant = None if self.variant.endswith(f"-{self.quant}") else self.quant
+        return "/".join(part for part in (self.family, self.variant, self.size, quant) if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class RuntimeConfig:
 
     device: torch.device
     dtype: torch.dtype
-    """Of weights and KV cache."""
+    """Of weights, less those that the contract quantises, and of the KV cache."""
     max_batch_size: int
     """Most rows in one step."""
     max_seq_len: int
@@ -352,6 +356,8 @@ class ContractRegistration:
     factory: Callable[[], ModelContract] | None
     """``None`` for a contract that is planned only."""
     matcher: Callable[[ModelConfig], bool] = lambda config: True
+    quantization: Quantization | None = None
+    """The one that has to be asked for to get this contract."""
 
     @property
     def implemented(self) -> bool:

@@ -121,7 +121,7 @@ def inspect_model(
     every problem is in the report."""
     report = ModelReport(model=str(model_dir))
     try:
-        config, contract = open_model(model_dir)
+        config, contract = open_model(model_dir, options.quantization)
     except ModelError as error:
         report.problems.append(str(error))
         return report

@@ -13,7 +13,11 @@ from importlib import metadata
 from pathlib import Path
 
 from tidemill_contracts.models.config import ModelConfig, describe_raw, read_raw_config
-from tidemill_contracts.models.contract import ContractRegistration, ModelContract
+from tidemill_contracts.models.contract import (
+    ContractRegistration,
+    ModelContract,
+    Quantization,
+)
 from tidemill_contracts.models.errors import ContractNotImplemented, ModelError, UnsupportedModel
 
 ENTRY_POINTS = "tidemill.contracts"
@@ -73,33 +77,45 @@ def get_contract(family: str, variant: str) -> ModelContract:
     raise UnsupportedModel(f"There is no contract {family}/{variant}; there are: {_known()}.")
 
 
-def find_registration(config: ModelConfig) -> ContractRegistration:
-    """The first registration that accepts `config`, planned ones included.
+def find_registration(
+    config: ModelConfig, quantization: Quantization | None = None
+) -> ContractRegistration:
+    """The first registration that accepts `config` in that quantisation, planned ones included.
 
     Raises `UnsupportedModel` naming architecture and model type.
     """
     for registration in registrations():
-        if config.model_type in registration.model_types and registration.matcher(config):
+        if (
+            registration.quantization == quantization
+            and config.model_type in registration.model_types
+            and registration.matcher(config)
+        ):
             return registration
+    asked = "" if quantization is None else f" with --quantization {quantization}"
     raise UnsupportedModel(
-        f"{config.describe()} is not supported; the contracts here serve: {_known()}."
+        f"{config.describe()} is not supported{asked}; the contracts here serve{asked}:"
+        f" {_known(quantization)}."
     )
 
 
-def find_contract_for_model_config(config: ModelConfig) -> ModelContract:
-    """The first contract whose matcher accepts `config`.
+def find_contract_for_model_config(
+    config: ModelConfig, quantization: Quantization | None = None
+) -> ModelContract:
+    """The first contract whose matcher accepts `config` in that quantisation.
 
     Raises `UnsupportedModel` naming architecture and model type, `ContractNotImplemented` where
     the match is planned only.
     """
-    registration = find_registration(config)
+    registration = find_registration(config, quantization)
     if registration.factory is None:
         raise _planned(config.describe(), [registration])
     return get_contract(registration.family, registration.variant)
 
 
-def open_model(model_dir: str | Path) -> tuple[ModelConfig, ModelContract]:
-    """The configuration and the contract of a model directory.
+def open_model(
+    model_dir: str | Path, quantization: Quantization | None = None
+) -> tuple[ModelConfig, ModelContract]:
+    """The configuration of a model directory, and the contract for it in that quantisation.
 
     A model that nothing here serves is told by its model type, before its fields are read: a
     foreign configuration need not have the fields that ours have. Raises `CheckpointError`,
@@ -108,7 +124,7 @@ def open_model(model_dir: str | Path) -> tuple[ModelConfig, ModelContract]:
     raw = read_raw_config(model_dir)
     check_model_type(raw, str(model_dir))
     config = ModelConfig.from_hf(raw, str(model_dir))
-    return config, find_contract_for_model_config(config)
+    return config, find_contract_for_model_config(config, quantization)
 
 
 def check_model_type(raw: Mapping[str, object], model_id: str) -> None:
@@ -133,5 +149,6 @@ def _planned(
     )
 
 
-def _known() -> str:
-    return ", ".join(f"{r.family}/{r.variant}" for r in registrations() if r.implemented)
+def _known(quantization: Quantization | None = None) -> str:
+    served = (r for r in registrations() if r.implemented and r.quantization == quantization)
+    return ", ".join(f"{r.family}/{r.variant}" for r in served) or "nothing"

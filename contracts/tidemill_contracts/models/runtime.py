@@ -12,7 +12,12 @@ from pathlib import Path
 import torch
 
 from tidemill_contracts.models.config import ModelConfig
-from tidemill_contracts.models.contract import Kernels, ModelContract, RuntimeConfig
+from tidemill_contracts.models.contract import (
+    Kernels,
+    ModelContract,
+    Quantization,
+    RuntimeConfig,
+)
 from tidemill_contracts.models.errors import ModelError
 
 DEFAULT_PAGE_SIZE = 32
@@ -30,6 +35,8 @@ class RuntimeOptions:
     device: str = "cpu"
     dtype: str | None = None
     """``bfloat16`` or ``float32``; ``None`` takes the checkpoint's."""
+    quantization: Quantization | None = None
+    """Decides which contract the model gets: see `registry.open_model`."""
     max_model_len: int | None = None
     page_size: int | None = None
     kv_pages: int | None = None

@@ -35,6 +35,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """Of the token ids of every output, in order."""
     dtype: str
     """Of weights and KV cache, such as ``bfloat16``."""
+    quantization: str | None
+    """What the weights were rounded to, such as ``int8``; ``None`` for those of the dtype."""
     deterministic: bool
     """Whether the worker ran in deterministic mode. Where it did not, equal inputs may still have
     come to other outputs in other batches."""
@@ -52,6 +54,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         sampling: Mapping[str, Any],
         outputs: Sequence[Sequence[int]],
         dtype: str,
+        quantization: str | None,
         deterministic: bool,
     ) -> Receipt:
         facts: dict[str, Any] = {
@@ -62,6 +65,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             "sampling": hash_json(dict(sampling)),
             "outputs": hash_json([list(ids) for ids in outputs]),
             "dtype": dtype,
+            "quantization": quantization,
             "deterministic": deterministic,
         }
         return cls(**facts, digest=hash_json(facts))
@@ -74,6 +78,7 @@ _WORDS = {
     "prompt": "another prompt",
     "sampling": "another sampling",
     "dtype": "another dtype",
+    "quantization": "another quantisation",
     "deterministic": "one ran in deterministic mode, the other not",
     "outputs": "other outputs",
 }
@@ -91,7 +96,7 @@ def differences(one: Receipt, other: Receipt) -> list[str]:
     found = [name for name in _WORDS if getattr(one, name) != getattr(other, name)]
     words = [
         f"{_WORDS[name]}: {getattr(one, name)} and {getattr(other, name)}"
-        if name in ("dtype", "contract", "weights")
+        if name in ("dtype", "quantization", "contract", "weights")
         else _WORDS[name]
         for name in found
     ]

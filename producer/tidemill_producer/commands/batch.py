@@ -13,7 +13,9 @@ from tidemill_producer.batch.config import DEFAULT_WINDOW, BatchConfig
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
-WORKER_OPTIONS = ("dtype", "device", "max_model_len", "page_size", "max_rows", "kv_pages")
+WORKER_OPTIONS = (
+    "dtype", "quantization", "device", "max_model_len", "page_size", "max_rows", "kv_pages",
+)  # fmt: skip
 
 
 def worker_options(command: Command) -> Command:
@@ -24,6 +26,11 @@ def worker_options(command: Command) -> Command:
                 "--dtype",
                 type=click.Choice(["bfloat16", "float32"]),
                 help="Of the embedded worker's weights and cache.",
+            ),
+            click.option(
+                "--quantization",
+                type=click.Choice(["int8"]),
+                help="Rounds its weights; for dense models on the CPU.",
             ),
             click.option("--device", metavar="DEVICE", help="Its device: cpu, cuda, npu, …"),
             click.option("--max-model-len", type=click.IntRange(1), help="Its longest context."),

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from tidemill_contracts.models.checkpoint import Checkpoint
 from tidemill_contracts.models.config import load_config
-from tidemill_contracts.models.contract import Kernels, Phase, RuntimeConfig, StageInputs
+from tidemill_contracts.models.contract import (
+    Kernels,
+    Phase,
+    Quantization,
+    RuntimeConfig,
+    StageInputs,
+)
 from tidemill_contracts.models.registry import find_contract_for_model_config
 from tidemill_contracts.models.requirements import ServingRequirements
 from tools.make_checkpoint import qwen3_config, tensor_shapes, with_experts, write_checkpoint
@@ -98,10 +104,11 @@ class Driver:
         max_rows: int = 32,
         device: str = "cpu",
         kernels: Kernels = "auto",
+        quantization: Quantization | None = None,
     ) -> None:
         """`device` is where the stages believe that they run: the tensors stay on the CPU."""
         self.config = load_config(model_dir)
-        self.contract = find_contract_for_model_config(self.config)
+        self.contract = find_contract_for_model_config(self.config, quantization)
         ServingRequirements().check(self.contract)
         self.runtime = RuntimeConfig(
             device=torch.device("cpu"),

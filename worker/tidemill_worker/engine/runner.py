@@ -52,7 +52,7 @@ class ModelRunner:
         anything is loaded where that can be told.
         """
         started = time.perf_counter()
-        config, contract = open_model(model_dir)
+        config, contract = open_model(model_dir, options.quantization)
         runtime = plan_runtime(config, contract, options)
         model = load_model(
             contract,
@@ -63,11 +63,12 @@ class ModelRunner:
         )
         spec = contract.hooks.cache_spec(config, runtime)
         logger.info(
-            "loaded %s in %.1fs: %s on %s, weights %.2f GiB,"
+            "loaded %s in %.1fs: %s%s on %s, weights %.2f GiB,"
             " KV cache %d pages of %d tokens (%.2f GiB)",
             model_dir,
             time.perf_counter() - started,
             str(runtime.dtype).removeprefix("torch."),
+            f" with matrices in {contract.model.quant}" if contract.model.quant else "",
             runtime.device,
             model.static.nbytes / 2**30,
             runtime.total_kv_pages,

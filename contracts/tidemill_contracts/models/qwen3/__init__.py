@@ -1,4 +1,5 @@
-"""The in-tree Qwen3 contracts: dense and mixture-of-experts models, on any torch device.
+"""The in-tree Qwen3 contracts: dense and mixture-of-experts models, on any torch device, and dense
+ones in int8 on the CPU.
 
 Importing this package imports no kernels; they come with `ModelHooks.load_kernels`.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tidemill_contracts.models.contract import ContractRegistration, ModelContract
-from tidemill_contracts.models.qwen3.variants import MODEL_TYPES, VARIANTS, Variant
+from tidemill_contracts.models.qwen3.variants import MODEL_TYPES, QUANTIZED, VARIANTS, Variant
 
 
 def _factory(variant: Variant) -> Callable[[], ModelContract]:
@@ -27,6 +28,7 @@ REGISTRATIONS = tuple(
         frozenset({MODEL_TYPES[variant.kind]}),
         _factory(variant),
         variant.matches,
+        variant.quantization,
     )
-    for variant in VARIANTS
+    for variant in (*VARIANTS, *QUANTIZED)
 )

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from tidemill_contracts.models.args import TensorArgSpec
 from tidemill_contracts.models.config import ModelConfig
-from tidemill_contracts.models.contract import KVCache, RuntimeConfig, StageInputs, StaticArgs
+from tidemill_contracts.models.contract import (
+    KVCache,
+    Quantization,
+    RuntimeConfig,
+    StageInputs,
+    StaticArgs,
+)
+from tidemill_contracts.models.qwen3.int8 import MATRICES, scale_of
 from tidemill_contracts.models.qwen3.validation import Mismatch
 from tidemill_contracts.models.qwen3.variants import Kind
 from tidemill_contracts.models.qwen3.weights import PreparedWeights
@@ -74,9 +81,22 @@ _LOGITS: Specs = (TensorArgSpec("logits", "fp32", ("B", "V"), "out"),)
 _LOGIT_ROWS: Specs = (TensorArgSpec("logit_rows", "int32", ("R",)),)
 
 
-def model_specs(kind: Kind) -> Specs:
+def model_specs(kind: Kind, quantization: Quantization | None = None) -> Specs:
     """What every stage takes besides the step's own inputs."""
-    return (*_ATTENTION, *_FEED_FORWARD[kind], *_HEAD)
+    specs = (*_ATTENTION, *_FEED_FORWARD[kind], *_HEAD)
+    if quantization is None:
+        return specs
+    return tuple(made for spec in specs for made in _quantized(spec))
+
+
+def _quantized(spec: TensorArgSpec) -> Specs:
+    """A matrix in int8 has a scale for each of its rows."""
+    if spec.name not in MATRICES:
+        return (spec,)
+    return (
+        TensorArgSpec(spec.name, "int8", spec.shape),
+        TensorArgSpec(scale_of(spec.name), "fp32", spec.shape[:-1]),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +128,19 @@ class StageAbi:
         return tuple(tensors[spec.name] for spec in self.args)  # type: ignore[misc]
 
 
-def prefill_specs(kind: Kind) -> Specs:
-    return (*_ROWS, *_CHUNKS, *_PLACES, *model_specs(kind), *_LOGITS)
+def prefill_specs(model: Specs) -> Specs:
+    return (*_ROWS, *_CHUNKS, *_PLACES, *model, *_LOGITS)
 
 
-def score_specs(kind: Kind) -> Specs:
+def score_specs(model: Specs) -> Specs:
     """As prefill, with logits of the tokens that are asked for."""
     logits = tuple(_renamed(spec, "B", "R") for spec in _LOGITS)
-    return (*_ROWS, *_CHUNKS, *_LOGIT_ROWS, *_PLACES, *model_specs(kind), *logits)
+    return (*_ROWS, *_CHUNKS, *_LOGIT_ROWS, *_PLACES, *model, *logits)
 
 
-def decode_specs(kind: Kind) -> Specs:
+def decode_specs(model: Specs) -> Specs:
     """In decode every row has one token: T is B."""
-    specs = (*_ROWS, *_PLACES, *model_specs(kind), *_LOGITS)
+    specs = (*_ROWS, *_PLACES, *model, *_LOGITS)
     return tuple(_renamed(spec, "T", "B") for spec in specs)
 
 
@@ -157,13 +177,13 @@ def shape_sizes(config: ModelConfig, runtime: RuntimeConfig) -> dict[str, int]:
     }
 
 
-def weight_bytes(kind: Kind, config: ModelConfig, runtime: RuntimeConfig) -> int:
-    """Bytes of the prepared weights and tables; tied embeddings count once."""
+def weight_bytes(model: Specs, config: ModelConfig, runtime: RuntimeConfig) -> int:
+    """Bytes of the prepared weights and tables; an embedding that is also the head counts once."""
     sizes = shape_sizes(config, runtime)
-    skipped = {"k_cache", "v_cache"} | ({"lm_head"} if config.tie_word_embeddings else set())
-    return sum(
-        _meta(spec, sizes, runtime).nbytes for spec in model_specs(kind) if spec.name not in skipped
-    )
+    dtypes = {spec.name: spec.dtype for spec in model}
+    one = config.tie_word_embeddings and dtypes["lm_head"] == dtypes["embed"]
+    skipped = {"k_cache", "v_cache"} | ({"lm_head"} if one else set())
+    return sum(_meta(spec, sizes, runtime).nbytes for spec in model if spec.name not in skipped)
 
 
 def cache_shape(config: ModelConfig, runtime: RuntimeConfig, pages: int) -> tuple[int, ...]:

@@ -33,11 +33,13 @@ from tidemill_contracts.models.qwen3.abi import (
     StageAbi,
     cache_shape,
     decode_specs,
+    model_specs,
     prefill_specs,
     score_specs,
     weight_bytes,
 )
 from tidemill_contracts.models.qwen3.host import DeviceHostFn, Kernel
+from tidemill_contracts.models.qwen3.int8 import Int8RowMajor, on_int8
 from tidemill_contracts.models.qwen3.native import layout, library
 from tidemill_contracts.models.qwen3.native.choice import Sizes, native_library
 from tidemill_contracts.models.qwen3.native.library import Library
@@ -49,7 +51,7 @@ from tidemill_contracts.models.qwen3.validation import (
     validate_runtime,
 )
 from tidemill_contracts.models.qwen3.variants import Variant
-from tidemill_contracts.models.qwen3.weights import prepare
+from tidemill_contracts.models.qwen3.weights import MatrixLayout, RowMajor, prepare
 from tidemill_contracts.models.sampling import SamplingKernels
 
 FAMILY = "qwen3"
@@ -71,19 +73,22 @@ def contract_of(variant: Variant) -> ModelContract:
             name=name,
             public_name=public_name,
             args=specs,
-            host_jit_fn=DeviceHostFn(public_name, variant.kind, specs, decodes=name == "decode"),
+            host_jit_fn=DeviceHostFn(
+                public_name, variant.kind, variant.quantization, specs, decodes=name == "decode"
+            ),
             compile_args_builder=abi.compile_args,
             runtime_args_builder=abi.runtime_args,
             dynamic_symbols=DYNAMIC_SYMBOLS.union(dynamic),
         )
 
+    model = model_specs(variant.kind, variant.quantization)
     kernels = {
-        "prefill": stage("prefill", prefill_specs(variant.kind)),
-        "decode": stage("decode", decode_specs(variant.kind)),
-        "score": stage("score", score_specs(variant.kind), "R"),
+        "prefill": stage("prefill", prefill_specs(model)),
+        "decode": stage("decode", decode_specs(model)),
+        "score": stage("score", score_specs(model), "R"),
     }
     contract = ModelContract(
-        model=ModelId(FAMILY, variant.name),
+        model=ModelId(FAMILY, variant.name, quant=variant.quantization),
         capabilities=frozenset({"paged_kv", "chunked_prefill", "prompt_logits", DETERMINISTIC}),
         limits=variant.limits,
         execution={"prefill": ("prefill",), "decode": ("decode",), "score": ("score",)},
@@ -104,11 +109,11 @@ class Qwen3Hooks:
     def load_kernels(self) -> LoadedKernelModules:
         from tidemill_contracts.models.qwen3 import kernels
 
+        functions = {name: getattr(kernels, f"{self.variant.kind}_{name}") for name in self.kernels}
+        if self.variant.quantization is not None:
+            functions = {name: on_int8(function) for name, function in functions.items()}
         return LoadedKernelModules(
-            functions={
-                name: Kernel(getattr(kernels, f"{self.variant.kind}_{name}"))
-                for name in self.kernels
-            },
+            functions={name: Kernel(function) for name, function in functions.items()},
             constants={},
         )
 
@@ -121,7 +126,7 @@ class Qwen3Hooks:
         self, loaded: LoadedKernelModules, config: ModelConfig, runtime: RuntimeConfig
     ) -> None:
         validate_model(config, self.variant, self.mismatch)
-        validate_runtime(config, runtime, self.mismatch)
+        validate_runtime(config, runtime, self.variant.quantization, self.mismatch)
 
     def cache_spec(self, config: ModelConfig, runtime: RuntimeConfig) -> CacheSpec:
         def allocate(pages: int) -> KVCache:
@@ -144,13 +149,16 @@ class Qwen3Hooks:
             return installed()
         lacking = library.lacking()
         cpu = "C++ in bfloat16, else plain torch" if lacking is None else f"plain torch ({lacking})"
+        if self.variant.quantization is not None:
+            return {"cpu": cpu}
         return {**installed(), "cpu": cpu}
 
     def logits_width(self, config: ModelConfig) -> int:
         return config.vocab_size
 
     def weight_bytes(self, config: ModelConfig, runtime: RuntimeConfig) -> int:
-        return weight_bytes(self.variant.kind, config, runtime)
+        specs = model_specs(self.variant.kind, self.variant.quantization)
+        return weight_bytes(specs, config, runtime)
 
     def prepare_weights(
         self,
@@ -159,13 +167,18 @@ class Qwen3Hooks:
         runtime: RuntimeConfig,
         exporter: TensorExporter,
     ) -> StaticArgs:
+        return prepare(source, config, runtime, exporter, self._layout(config, runtime))
+
+    def _layout(self, config: ModelConfig, runtime: RuntimeConfig) -> MatrixLayout:
         built = self._library(config, runtime)
-        matrices = None if built is None else layout.Tiled(built)
-        return prepare(source, config, runtime, exporter, matrices)
+        if self.variant.quantization is None:
+            return RowMajor() if built is None else layout.Tiled(built)
+        return Int8RowMajor() if built is None else layout.TiledInt8(built)
 
     def sampling_kernels(self, runtime: RuntimeConfig) -> SamplingKernels | None:
         return native_sampling(runtime)
 
     def _library(self, config: ModelConfig, runtime: RuntimeConfig) -> Library | None:
         """The C++ library where stages, weights and cache are to be laid out for it."""
-        return native_library(self.variant.kind, Sizes.of(config), runtime)
+        sizes = Sizes.of(config)
+        return native_library(self.variant.kind, self.variant.quantization, sizes, runtime)

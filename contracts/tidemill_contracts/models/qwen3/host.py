@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tidemill_contracts.models.args import TensorArgSpec
-from tidemill_contracts.models.contract import CompiledStage, RuntimeConfig
+from tidemill_contracts.models.contract import CompiledStage, Quantization, RuntimeConfig
 from tidemill_contracts.models.eager import EagerHostFn
 from tidemill_contracts.models.qwen3.abi import by_name
 from tidemill_contracts.models.qwen3.native.choice import Sizes, native_library
@@ -44,10 +44,16 @@ class DeviceHostFn(EagerHostFn):
     device and the shapes that it is compiled for."""
 
     def __init__(
-        self, public_name: str, kind: Kind, specs: Sequence[TensorArgSpec], decodes: bool
+        self,
+        public_name: str,
+        kind: Kind,
+        quantization: Quantization | None,
+        specs: Sequence[TensorArgSpec],
+        decodes: bool,
     ) -> None:
         super().__init__(public_name)
         self._kind = kind
+        self._quantization = quantization
         self._specs = tuple(specs)
         self._decodes = decodes
 
@@ -57,7 +63,7 @@ class DeviceHostFn(EagerHostFn):
         if not isinstance(kernel, Kernel):
             return super().compile(*args, config=config)
         named = by_name(self._specs, args)
-        library = native_library(self._kind, _sizes(named), config)
+        library = native_library(self._kind, self._quantization, _sizes(named), config)
         if library is not None:
             return NativeStage(library, self._specs)
         chosen = ops_for(config.device, _layout(named), deterministic=config.deterministic)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tidemill_contracts.models.qwen3 import experts
+from tidemill_contracts.models.qwen3.int8 import Matrix, linear
 from tidemill_contracts.models.qwen3.ops import Ops
 from tidemill_contracts.models.qwen3.step import Step
 
@@ -244,10 +245,10 @@ def moe_decode(
     model.run(ops, step, input_ids, k_cache, v_cache, logits)
 
 
-def dense(w_gate_up: Tensor, w_down: Tensor) -> FeedForward:
+def dense(w_gate_up: Matrix, w_down: Matrix) -> FeedForward:
     def feed_forward(ops: Ops, layer: int, x: Tensor) -> Tensor:
-        inner = ops.silu_and_mul(ops.linear(x, w_gate_up[layer]))
-        return ops.linear(inner, w_down[layer])
+        inner = ops.silu_and_mul(linear(ops, x, w_gate_up[layer]))
+        return linear(ops, inner, w_down[layer])
 
     return feed_forward
 
@@ -269,16 +270,16 @@ class Transformer:
 
     embed: Tensor
     input_norm: Tensor
-    wqkv: Tensor
+    wqkv: Matrix
     q_norm: Tensor
     k_norm: Tensor
     rope_cos: Tensor
     rope_sin: Tensor
-    wo: Tensor
+    wo: Matrix
     post_norm: Tensor
     feed_forward: FeedForward
     final_norm: Tensor
-    lm_head: Tensor
+    lm_head: Matrix
     rms_norm_eps: Tensor
 
     def run(
@@ -295,7 +296,7 @@ class Transformer:
         if step.logit_rows is not None:
             hidden = hidden.index_select(0, step.logit_rows)
         normed = ops.rms_norm(hidden, self.final_norm, self.rms_norm_eps)
-        logits.copy_(ops.linear(normed, self.lm_head))
+        logits.copy_(linear(ops, normed, self.lm_head))
 
     def hidden(
         self, ops: Ops, step: Step, input_ids: Tensor, k_cache: Tensor, v_cache: Tensor
@@ -313,14 +314,14 @@ class Transformer:
 
         for layer in range(layers):
             normed = ops.rms_norm(hidden, self.input_norm[layer], eps)
-            qkv = ops.linear(normed, self.wqkv[layer]).view(len(hidden), -1, head_dim)
+            qkv = linear(ops, normed, self.wqkv[layer]).view(len(hidden), -1, head_dim)
             q, k, v = torch.split(qkv, [q_heads, kv_heads, kv_heads], dim=1)
             q = ops.rotate(ops.rms_norm(q, self.q_norm[layer], eps), cos, sin)
             k = ops.rotate(ops.rms_norm(k, self.k_norm[layer], eps), cos, sin)
             k_pages, v_pages = k_cache[layer], v_cache[layer]
             attention.write(k, v, k_pages, v_pages)
             attended = attention.attend(q, k_pages, v_pages)
-            hidden = hidden + ops.linear(attended.flatten(1), self.wo[layer])
+            hidden = hidden + linear(ops, attended.flatten(1), self.wo[layer])
 
             normed = ops.rms_norm(hidden, self.post_norm[layer], eps)
             hidden = hidden + self.feed_forward(ops, layer, normed)

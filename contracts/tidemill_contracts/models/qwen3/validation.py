@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from tidemill_contracts.models.config import ModelConfig
-from tidemill_contracts.models.contract import RuntimeConfig
+from tidemill_contracts.models.contract import Quantization, RuntimeConfig
 from tidemill_contracts.models.errors import ContractMismatch
 from tidemill_contracts.models.qwen3.variants import Variant
 
@@ -53,7 +53,8 @@ def validate_model(config: ModelConfig, variant: Variant, mismatch: Mismatch) ->
             "quantization_config",
             found=f"quant_method {method!r}",
             expected="none",
-            hint="Quantised checkpoints are not supported yet; use the bfloat16 one.",
+            hint="Quantised checkpoints are not supported yet; use the bfloat16 one, which"
+            " --quantization int8 rounds while it loads.",
         )
     expected: dict[str, tuple[object, object]] = {
         "attention_bias": (config.attention_bias, False),
@@ -97,7 +98,12 @@ def _validate_experts(config: ModelConfig, mismatch: Mismatch) -> None:
         )
 
 
-def validate_runtime(config: ModelConfig, runtime: RuntimeConfig, mismatch: Mismatch) -> None:
+def validate_runtime(
+    config: ModelConfig,
+    runtime: RuntimeConfig,
+    quantization: Quantization | None,
+    mismatch: Mismatch,
+) -> None:
     """Refuses a run that the kernels cannot do. Raises `ContractMismatch`."""
     if runtime.dtype not in DTYPES:
         raise mismatch(
@@ -105,6 +111,14 @@ def validate_runtime(config: ModelConfig, runtime: RuntimeConfig, mismatch: Mism
             found=runtime.dtype,
             expected=" or ".join(map(str, DTYPES)),
             hint="Qwen3's activations overflow float16.",
+        )
+    if quantization is not None and runtime.device.type != "cpu":
+        raise mismatch(
+            "quantization",
+            found=f"{quantization} on device {runtime.device}",
+            expected="device cpu",
+            hint="There are int8 kernels for the CPU only: leave --quantization out, or use"
+            " --device cpu.",
         )
     if runtime.deterministic and runtime.device.type != "cpu":
         raise mismatch(

@@ -5,11 +5,12 @@ to be one of them. A model is told by the fields of its shape alone, never by it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 from tidemill_contracts.models.config import ModelConfig
+from tidemill_contracts.models.contract import Quantization
 
 Kind = Literal["dense", "moe"]
 
@@ -30,6 +31,7 @@ class Variant:
     kind: Kind
     shape: Mapping[str, int]
     """The fields of `ModelConfig` that make a model one of this size; empty for any shape."""
+    quantization: Quantization | None = None
 
     def matches(self, config: ModelConfig) -> bool:
         return (
@@ -104,3 +106,10 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("dense", "dense", MappingProxyType({})),
     Variant("moe", "moe", MappingProxyType({})),
 )
+
+QUANTIZED: tuple[Variant, ...] = tuple(
+    replace(variant, name=f"{variant.name}-int8", quantization="int8")
+    for variant in VARIANTS
+    if variant.kind == "dense"
+)
+"""The same with their matrices in int8."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from tidemill_contracts.models.config import ModelConfig
 from tidemill_contracts.models.contract import RuntimeConfig, TensorExporter, WeightSource
 from tidemill_contracts.models.errors import CheckpointError
+from tidemill_contracts.models.qwen3.int8 import scale_of
 from tidemill_contracts.models.qwen3.rope import rope_tables
 
 EMBEDDING = "embed_tokens.weight"
@@ -29,7 +30,8 @@ LM_HEAD = "lm_head.weight"
 class PreparedWeights:
     """What both stages read besides the step's inputs. L layers, H hidden size, D head size,
     QH query heads, KVH K/V heads, I intermediate size, V vocabulary, E experts of which a token
-    goes to K; the model's dtype unless said otherwise."""
+    goes to K; the run's dtype unless said otherwise. Matrices in int8 have a float32 scale for
+    each of their rows, which others lack."""
 
     embed: Tensor
     """[V, H]."""
@@ -37,22 +39,27 @@ class PreparedWeights:
     """[L, H]."""
     wqkv: Tensor
     """[L, (QH + 2·KVH)·D, H]: the rows of all query heads, then of K, then of V."""
+    wqkv_scale: Tensor | None = None
     q_norm: Tensor
     """[L, D]."""
     k_norm: Tensor
     """[L, D]."""
     wo: Tensor
     """[L, H, QH·D]."""
+    wo_scale: Tensor | None = None
     post_norm: Tensor
     """[L, H]."""
     w_gate_up: Tensor
     """[L, 2·I, H], with experts [L, E, 2·I, H]: the rows of gate, then of up."""
+    w_gate_up_scale: Tensor | None = None
     w_down: Tensor
     """[L, H, I], with experts [L, E, H, I]."""
+    w_down_scale: Tensor | None = None
     final_norm: Tensor
     """[H]."""
     lm_head: Tensor
-    """[V, H]; the storage of `embed` where the model ties them."""
+    """[V, H]; the storage of `embed` where the model ties them and both are of one dtype."""
+    lm_head_scale: Tensor | None = None
     rope_cos: Tensor
     """float32 [max_seq_len, D]."""
     rope_sin: Tensor
@@ -77,13 +84,21 @@ class PreparedWeights:
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
+Laid = tuple[Tensor, ...]
+"""A matrix, or a stack of them; in int8 with the scales of their rows behind it."""
+
+
 class MatrixLayout(Protocol):
     """How the weights that products read lie in memory."""
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    @property
+    def embeds(self) -> bool:
+        """Whether tokens are looked up in an embedding that lies so too."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Laid:
         """Room for matrices, on the host."""
 
-    def fill(self, target: Tensor, parts: Sequence[Tensor], *, gated: bool) -> None:
+    def fill(self, target: Laid, parts: Sequence[Tensor], *, gated: bool) -> None:
         """Writes matrices that are fused along their rows into `target`, [out, in]; `gated` where
         they are gate and up."""
 
@@ -91,11 +106,14 @@ class MatrixLayout(Protocol):
 class RowMajor:
     """`MatrixLayout` of plain torch: as the shapes say."""
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
+    embeds = True
 
-    def fill(self, target: Tensor, parts: Sequence[Tensor], *, gated: bool) -> None:
-        pieces = torch.split(target, [len(part) for part in parts])
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Laid:
+        return (torch.empty(shape, dtype=dtype),)
+
+    def fill(self, target: Laid, parts: Sequence[Tensor], *, gated: bool) -> None:
+        (matrix,) = target
+        pieces = torch.split(matrix, [len(part) for part in parts])
         for piece, part in zip(pieces, parts, strict=True):
             piece.copy_(part)
 
@@ -113,7 +131,7 @@ def prepare(
     config: ModelConfig,
     runtime: RuntimeConfig,
     exporter: TensorExporter,
-    layout: MatrixLayout | None = None,
+    matrices: MatrixLayout,
 ) -> PreparedWeights:
     """Takes all of `source`, stacks it and exports each finished tensor once.
 
@@ -128,78 +146,87 @@ def prepare(
     prefix = "" if EMBEDDING in names else "model."
 
     plain: MatrixLayout = RowMajor()
-    matrices = layout or plain
 
-    def filled(target: Tensor, module: str, parts: tuple[_Part, ...], by: MatrixLayout) -> None:
+    def filled(target: Laid, module: str, parts: tuple[_Part, ...], by: MatrixLayout) -> None:
         taken = [source.take(f"{prefix}{module}.{name}.weight", shape) for name, shape in parts]
         by.fill(target, taken, gated=parts[0][0].endswith("gate_proj"))
 
-    def stacked(*parts: _Part, by: MatrixLayout = matrices) -> Tensor:
+    def exported(name: str, laid: Laid) -> dict[str, Tensor]:
+        """By the names of the arguments, of which the second is only there for int8."""
+        return dict(zip((name, scale_of(name)), map(exporter, laid), strict=False))
+
+    def stacked(argument: str, *parts: _Part, by: MatrixLayout = matrices) -> dict[str, Tensor]:
         """One kind of weight over all layers; several parts are fused along their rows."""
         stack = by.allocate((layers, *_fused(parts)), runtime.dtype)
-        for layer, target in enumerate(stack):
+        for layer, target in enumerate(zip(*stack, strict=True)):
             filled(target, f"layers.{layer}", parts, by)
-        return exporter(stack)
+        return exported(argument, stack)
 
-    def stacked_experts(*parts: _Part) -> Tensor:
+    def stacked_experts(argument: str, *parts: _Part) -> dict[str, Tensor]:
         """The same over all layers and the experts of each."""
         stack = matrices.allocate((layers, experts, *_fused(parts)), runtime.dtype)
-        for layer, targets in enumerate(stack):
-            for expert, target in enumerate(targets):
+        for layer, targets in enumerate(zip(*stack, strict=True)):
+            for expert, target in enumerate(zip(*targets, strict=True)):
                 filled(target, f"layers.{layer}.mlp.experts.{expert}", parts, matrices)
-        return exporter(stack)
+        return exported(argument, stack)
 
-    def single(name: str, shape: tuple[int, ...], by: MatrixLayout = matrices) -> Tensor:
-        tensor = by.allocate(shape, runtime.dtype)
-        by.fill(tensor, [source.take(name, shape)], gated=False)
-        return exporter(tensor)
+    def single(argument: str, taken: Tensor, by: MatrixLayout) -> dict[str, Tensor]:
+        laid = by.allocate(tuple(taken.shape), runtime.dtype)
+        by.fill(laid, [taken], gated=False)
+        return exported(argument, laid)
 
     def feed_forward() -> dict[str, Tensor]:
         inner = config.moe_intermediate_size if experts else config.intermediate_size
         gate, up, down = (inner, hidden), (inner, hidden), (hidden, inner)
         if not experts:
             return {
-                "w_gate_up": stacked(("mlp.gate_proj", gate), ("mlp.up_proj", up)),
-                "w_down": stacked(("mlp.down_proj", down)),
+                **stacked("w_gate_up", ("mlp.gate_proj", gate), ("mlp.up_proj", up)),
+                **stacked("w_down", ("mlp.down_proj", down)),
             }
         ranks = torch.arange(config.num_experts_per_tok, dtype=torch.int32)
         norm = torch.tensor([config.norm_topk_prob], dtype=torch.int32)
         return {
-            "router": stacked(("mlp.gate", (experts, hidden))),
-            "w_gate_up": stacked_experts(("gate_proj", gate), ("up_proj", up)),
-            "w_down": stacked_experts(("down_proj", down)),
+            **stacked("router", ("mlp.gate", (experts, hidden))),
+            **stacked_experts("w_gate_up", ("gate_proj", gate), ("up_proj", up)),
+            **stacked_experts("w_down", ("down_proj", down)),
             "expert_ranks": exporter(ranks),
             "norm_topk": exporter(norm),
         }
 
-    vocabulary = (config.vocab_size, hidden)
-    embed = single(prefix + EMBEDDING, vocabulary)
-    if config.tie_word_embeddings:
-        lm_head = embed
-        if LM_HEAD in names:
-            source.take(LM_HEAD, vocabulary)
-    elif LM_HEAD in names:
-        lm_head = single(LM_HEAD, vocabulary)
-    else:
-        raise CheckpointError(
-            f"{config.model_id}: tensor {LM_HEAD} is missing, though tie_word_embeddings is false."
-        )
+    def vocabulary() -> dict[str, Tensor]:
+        """Embedding and head."""
+        shape = (config.vocab_size, hidden)
+        table = source.take(prefix + EMBEDDING, shape)
+        embed = single("embed", table, matrices if matrices.embeds else plain)
+        if config.tie_word_embeddings:
+            if LM_HEAD in names:
+                source.take(LM_HEAD, shape)
+            if matrices.embeds:
+                return {**embed, "lm_head": embed["embed"]}
+            return {**embed, **single("lm_head", table, matrices)}
+        if LM_HEAD not in names:
+            raise CheckpointError(
+                f"{config.model_id}: tensor {LM_HEAD} is missing, though tie_word_embeddings is"
+                " false."
+            )
+        return {**embed, **single("lm_head", source.take(LM_HEAD, shape), matrices)}
+
     cos, sin = rope_tables(config, runtime.max_seq_len)
     weights = PreparedWeights(
-        embed=embed,
-        input_norm=stacked(("input_layernorm", (hidden,)), by=plain),
-        wqkv=stacked(
+        **vocabulary(),
+        **stacked("input_norm", ("input_layernorm", (hidden,)), by=plain),
+        **stacked(
+            "wqkv",
             ("self_attn.q_proj", (q_rows, hidden)),
             ("self_attn.k_proj", (kv_rows, hidden)),
             ("self_attn.v_proj", (kv_rows, hidden)),
         ),
-        q_norm=stacked(("self_attn.q_norm", (head,)), by=plain),
-        k_norm=stacked(("self_attn.k_norm", (head,)), by=plain),
-        wo=stacked(("self_attn.o_proj", (hidden, q_rows))),
-        post_norm=stacked(("post_attention_layernorm", (hidden,)), by=plain),
+        **stacked("q_norm", ("self_attn.q_norm", (head,)), by=plain),
+        **stacked("k_norm", ("self_attn.k_norm", (head,)), by=plain),
+        **stacked("wo", ("self_attn.o_proj", (hidden, q_rows))),
+        **stacked("post_norm", ("post_attention_layernorm", (hidden,)), by=plain),
         **feed_forward(),
-        final_norm=single(f"{prefix}norm.weight", (hidden,), plain),
-        lm_head=lm_head,
+        **single("final_norm", source.take(f"{prefix}norm.weight", (hidden,)), plain),
         rope_cos=exporter(cos),
         rope_sin=exporter(sin),
         rms_norm_eps=exporter(torch.tensor([config.rms_norm_eps], dtype=torch.float32)),

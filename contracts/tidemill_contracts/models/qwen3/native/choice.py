@@ -9,8 +9,8 @@ from functools import cache
 import torch
 
 from tidemill_contracts.models.config import ModelConfig
-from tidemill_contracts.models.contract import RuntimeConfig
-from tidemill_contracts.models.qwen3.native.layout import DEPTH, SPAN, STRIP
+from tidemill_contracts.models.contract import Quantization, RuntimeConfig
+from tidemill_contracts.models.qwen3.native.layout import DEPTH, INT8_DEPTH, SPAN, STRIP
 from tidemill_contracts.models.qwen3.native.library import Library, NoLibrary, library
 from tidemill_contracts.models.qwen3.variants import Kind
 
@@ -40,11 +40,13 @@ class Sizes:
         )
 
 
-def native_library(kind: Kind, sizes: Sizes, runtime: RuntimeConfig) -> Library | None:
+def native_library(
+    kind: Kind, quantization: Quantization | None, sizes: Sizes, runtime: RuntimeConfig
+) -> Library | None:
     """The library where this model runs on it, ``None`` where it runs on plain torch."""
     if runtime.kernels == "torch":
         return None
-    reason = obstacle(kind, sizes, runtime)
+    reason = obstacle(kind, quantization, sizes, runtime)
     if reason is None:
         try:
             return library()
@@ -55,7 +57,9 @@ def native_library(kind: Kind, sizes: Sizes, runtime: RuntimeConfig) -> Library 
     return None
 
 
-def obstacle(kind: Kind, sizes: Sizes, runtime: RuntimeConfig) -> str | None:
+def obstacle(
+    kind: Kind, quantization: Quantization | None, sizes: Sizes, runtime: RuntimeConfig
+) -> str | None:
     """What about the model or the run the library cannot do."""
     if runtime.device.type != "cpu":
         return f"it runs on the CPU, not on {runtime.device}"
@@ -63,10 +67,12 @@ def obstacle(kind: Kind, sizes: Sizes, runtime: RuntimeConfig) -> str | None:
         return "it has no experts"
     if runtime.dtype != torch.bfloat16:
         return "it computes in bfloat16"
+    depth = DEPTH if quantization is None else INT8_DEPTH
     for name, size, unit in (
-        ("hidden size", sizes.hidden, DEPTH),
-        ("intermediate size", sizes.inner, DEPTH),
+        ("hidden size", sizes.hidden, depth),
+        ("intermediate size", sizes.inner, depth),
         ("head size", sizes.head_dim, DEPTH),
+        ("size of all query heads", sizes.q_heads * sizes.head_dim, depth),
         ("vocabulary", sizes.vocabulary, STRIP),
         ("page size", runtime.page_size, SPAN),
     ):

@@ -18,13 +18,14 @@ from functools import cache
 from pathlib import Path
 
 from tidemill_contracts.models.errors import ModelError
+from tidemill_contracts.models.qwen3.int8 import MATRICES, scale_of
 
-SOURCES = ("qwen3.cpp", "team.h", "tiles.h", "vectors.h")
+SOURCES = ("qwen3.cpp", "operands.h", "team.h", "tiles.h", "vectors.h")
 OPTIONS = (
     "-std=c++20", "-O3", "-mprefer-vector-width=512", "-shared", "-fPIC", "-pthread", "-Wno-psabi",
 )  # fmt: skip
-MATRIX_UNIT = ("amx_tile", "amx_bf16")
-"""Names of /proc/cpuinfo."""
+MATRIX_UNIT = ("amx_tile", "amx_bf16", "amx_int8")
+"""Names of /proc/cpuinfo; every CPU with the second has had the third."""
 BUILD_SECONDS = 300
 
 
@@ -33,10 +34,12 @@ class NoLibrary(ModelError):
 
 
 TENSORS = (
-    "embed", "input_norm", "wqkv", "q_norm", "k_norm", "wo", "post_norm", "w_gate_up", "w_down",
-    "final_norm", "lm_head", "rope_cos", "rope_sin", "k_cache", "v_cache",
+    "embed", "input_norm", "q_norm", "k_norm", "post_norm", "final_norm", "rope_cos", "rope_sin",
+    "k_cache", "v_cache", *MATRICES,
 )  # fmt: skip
 """What a model keeps from step to step, by the names of the stages' arguments."""
+SCALES = tuple(map(scale_of, MATRICES))
+"""What one in int8 keeps besides."""
 
 
 class ModelArgs(ctypes.Structure):
@@ -51,7 +54,7 @@ class ModelArgs(ctypes.Structure):
             )
         ),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in TENSORS),
+        *((name, ctypes.c_void_p) for name in (*TENSORS, *SCALES)),
     )  # fmt: skip
 
 
@@ -84,6 +87,8 @@ class Library:
         self._step.argtypes, self._step.restype = [pointer, pointer, pointer], ctypes.c_int
         self._pack = library.tidemill_pack
         self._pack.argtypes, self._pack.restype = [pointer, pointer, *[number] * 4], None
+        self._quantize = library.tidemill_quantize
+        self._quantize.argtypes, self._quantize.restype = [*[pointer] * 3, *[number] * 4], None
         self._engines: dict[int, int] = {}
 
     def engine(self, threads: int) -> int:
@@ -104,6 +109,18 @@ class Library:
         self, source: int, target: int, columns: int, depth: int, group: int, stride: int
     ) -> None:
         self._pack(source, target, columns, depth, group, stride)
+
+    def quantize(
+        self,
+        source: int,
+        target: int,
+        scales: int,
+        columns: int,
+        depth: int,
+        group: int,
+        stride: int,
+    ) -> None:
+        self._quantize(source, target, scales, columns, depth, group, stride)
 
 
 @cache

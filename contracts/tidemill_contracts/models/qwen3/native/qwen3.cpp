@@ -1,20 +1,24 @@
-// A whole step of a dense Qwen3 model in bf16 on the CPU's matrix unit. What it computes is written
-// down, readably, in kernels.py; how weights and pages are laid out, in layout.py.
+// A whole step of a dense Qwen3 model in bf16 on the CPU's matrix unit, with weights in bf16 or in
+// int8. What it computes is written down, readably, in kernels.py and int8.py; how weights and pages
+// are laid out, in layout.py.
 //
 // Matrices that a product reads lie in tiles, one kilobyte each (tiles.h): activations as
-// [rows / 16][depth / 32] A tiles, weights as [columns / 16][depth / 32] B tiles; the B tiles of 16
-// columns are a strip. The residual stream, sums, norms and the softmax are float32.
+// [rows / 16][depth / 32] A tiles, weights as [columns / 16][depth / 32] B tiles (64 deep in int8);
+// the B tiles of 16 columns are a strip. The residual stream, sums, norms and the softmax are
+// float32.
 //
 // Every sum is taken in one order that depends on neither the other rows nor their number, nor on
 // how a prompt was cut into chunks: a token's results are the same bits in any batch.
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 #include <vector>
 #if defined(__linux__) && defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
+#include "operands.h"
 #include "team.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -25,10 +29,13 @@ struct Model {
     std::int32_t layers, hidden, q_heads, kv_heads, head_dim, inner, vocabulary, page_size, pages,
         places;
     float eps;
-    const bf16 *embed, *input_norm, *wqkv, *q_norm, *k_norm, *wo, *post_norm, *w_gate_up, *w_down,
-        *final_norm, *lm_head;
+    const bf16 *embed, *input_norm, *q_norm, *k_norm, *post_norm, *final_norm;
     const float *rope_cos, *rope_sin;  // [places, head_dim]
     bf16 *k_cache, *v_cache;
+    const void *wqkv, *wo, *w_gate_up, *w_down, *lm_head;  // bf16, or int8 where there are scales
+    const float *wqkv_scale, *wo_scale, *w_gate_up_scale, *w_down_scale, *lm_head_scale;
+
+    bool quantised() const { return lm_head_scale != nullptr; }
 };
 
 struct Batch {
@@ -46,36 +53,32 @@ constexpr int AHEAD = 4;             // tiles that a strip is fetched ahead of i
 constexpr int SPAN = 64;             // tokens of a chunk that attend in one piece of work
 constexpr int UNIT_STRIPS = 4;       // strips of a product in one piece of work
 
-int tiles_of(int rows) { return (rows + tile::ROWS - 1) / tile::ROWS; }
-
-// Where the 32 values of `row` from column 32·k on lie in a matrix of A tiles.
-bf16* line_of(bf16* tiles, int depth, int row, int k) {
-    auto index = std::int64_t(row / tile::ROWS) * (depth / tile::DEPTH) + k;
-    return tiles + index * tile::A_SIZE + (row % tile::ROWS) * tile::DEPTH;
-}
-
-void fetch(const bf16* tile) {
+template <typename T>
+void fetch(const T* tile) {
     for (int line = 0; line < tile::ROWS; ++line)
-        __builtin_prefetch(tile + line * tile::DEPTH, 0, 3);
+        __builtin_prefetch(tile + line * tile::DEPTH_OF<T>, 0, 3);
 }
 
 // Weights that are needed soon, brought into the L2 a few lines at each step of a product.
+template <typename T>
 struct Coming {
-    const bf16* strips[2] = {nullptr, nullptr};
+    const T* strips[2] = {nullptr, nullptr};
     int lines = 0;  // of each strip at each step
 
     void fetch(int step) const {
         for (int i = 0; i < lines; ++i)
-            for (const bf16* strip : strips)
-                __builtin_prefetch(strip + (step * lines + i) * tile::DEPTH, 0, 2);
+            for (const T* strip : strips)
+                __builtin_prefetch(strip + (step * lines + i) * tile::DEPTH_OF<T>, 0, 2);
     }
 };
 
-// R·S tiles of C, [16·R, 16·S] with `ld` floats from row to row, over `steps` tiles of depth;
-// added to what stands there where `add`. `Stream` where B comes from memory.
-template <int R, int S, bool Stream = true>
-void block(const bf16* a, std::int64_t a_next, const bf16* b, std::int64_t b_next, int steps,
-           float* c, std::int64_t ld, bool add, Coming coming = {}) {
+// R·S tiles of C, [16·R, 16·S] with `ld` sums from row to row, over `steps` tiles of depth; added to
+// what stands there where `add`. `Stream` where B comes from memory. Sums of int8 are int32 in the
+// place of floats.
+template <int R, int S, bool Stream = true, typename T>
+void block(const T* a, std::int64_t a_next, const T* b, std::int64_t b_next, int steps, float* c,
+           std::int64_t ld, bool add, Coming<T> coming = {}) {
+    constexpr int SIZE = tile::SIZE_OF<T>;
     auto each = [&]<int... I>(std::integer_sequence<int, I...>, auto work) {
         (work(std::integral_constant<int, I>{}), ...);
     };
@@ -91,22 +94,24 @@ void block(const bf16* a, std::int64_t a_next, const bf16* b, std::int64_t b_nex
     });
     for (int k = 0; k < steps; ++k) {
         if (!Stream) coming.fetch(k);
-        each(rows, [&](auto r) { tile::load<4 + r>(a + r * a_next + k * tile::A_SIZE, 64); });
+        each(rows, [&](auto r) { tile::load<4 + r>(a + r * a_next + k * SIZE, 64); });
         each(strips, [&](auto s) {
             constexpr int B = R == 1 ? 5 + s % 3 : 6 + s % 2;
-            const bf16* from = b + s * b_next + k * tile::A_SIZE;
-            if (Stream) fetch(from + AHEAD * tile::A_SIZE);
+            const T* from = b + s * b_next + k * SIZE;
+            if (Stream) fetch(from + AHEAD * SIZE);
             tile::load<B>(from, 64);
-            each(rows, [&](auto r) { tile::multiply<r * S + s, 4 + r, B>(); });
+            each(rows, [&](auto r) { tile::multiply<r * S + s, 4 + r, B, T>(); });
         });
     }
     each(all, [&](auto i) { tile::store<i>(at(i), ld * 4); });
 }
 
 // c[rows, 16·strips] = a · b, `c` having whole tiles of rows.
-void product(const bf16* a, int rows, int depth, const bf16* b, int strips, float* c, int ld) {
-    const int steps = depth / tile::DEPTH, tiles = tiles_of(rows);
-    const std::int64_t next = std::int64_t(steps) * tile::A_SIZE;
+template <typename T>
+void product(const T* a, int rows, int depth, const T* b, int strips, float* c, int ld) {
+    constexpr int SIZE = tile::SIZE_OF<T>, LINE = tile::DEPTH_OF<T>;
+    const int steps = depth / LINE, tiles = tile::count(rows);
+    const std::int64_t next = std::int64_t(steps) * SIZE;
     if (tiles == 1) {
         int s = 0;
         for (; s + 4 <= strips; s += 4)
@@ -119,28 +124,27 @@ void product(const bf16* a, int rows, int depth, const bf16* b, int strips, floa
     for (int s = 0; s < strips; s += 2)
         for (int k = 0; k < steps; k += most) {
             const bool two_strips = s + 1 < strips;
-            const bf16* from = b + s * next + k * tile::A_SIZE;
+            const T* from = b + s * next + k * SIZE;
             // While these are multiplied, the next ones are on their way: deeper, or of the strips
             // that follow in memory, whoever takes them.
-            const bf16* soon = k + most < steps ? from + most * tile::A_SIZE : b + (s + 2) * next;
+            const T* soon = k + most < steps ? from + most * SIZE : b + (s + 2) * next;
             const int lines = (2 * tile::ROWS + tiles - 1) / tiles;
             for (int m = 0; m < tiles; m += 2) {
-                const Coming coming{{soon + m / 2 * most * lines * tile::DEPTH,
-                                     soon + next + m / 2 * most * lines * tile::DEPTH},
-                                    lines};
+                const std::int64_t part = m / 2 * most * lines * LINE;
+                const Coming<T> coming{{soon + part, soon + next + part}, lines};
                 auto run = [&](auto kernel) {
-                    kernel(a + m * next + k * tile::A_SIZE, next, from, next,
+                    kernel(a + m * next + k * SIZE, next, from, next,
                            std::min(most, steps - k),
                            c + std::int64_t(m) * tile::ROWS * ld + s * tile::ROWS, ld, k > 0,
                            coming);
                 };
                 const bool two_rows = m + 1 < tiles;
                 if (two_strips && two_rows)
-                    tiles == 2 ? run(block<2, 2>) : run(block<2, 2, false>);
+                    tiles == 2 ? run(block<2, 2, true, T>) : run(block<2, 2, false, T>);
                 else if (two_strips)
-                    run(block<1, 2>);
+                    run(block<1, 2, true, T>);
                 else
-                    two_rows ? run(block<2, 1>) : run(block<1, 1>);
+                    two_rows ? run(block<2, 1, true, T>) : run(block<1, 1, true, T>);
             }
         }
 }
@@ -182,12 +186,6 @@ struct Scratch {
     std::vector<bf16> queries, weights, tail;
 };
 
-template <typename T>
-T* grown(std::vector<T>& memory, std::size_t size) {
-    if (memory.size() < size) memory.resize(size);
-    return memory.data();
-}
-
 // A piece of a row's chunk: tokens [first, first + count) of it.
 struct Span {
     int row, first, count;
@@ -198,25 +196,37 @@ class Engine {
     explicit Engine(int threads) : team_(threads), scratch_(threads) {}
 
     void run(const Model& model, const Batch& batch) {
+        model.quantised() ? run<int8>(model, batch) : run<bf16>(model, batch);
+    }
+
+  private:
+    // What products take, by the type of their weights.
+    template <typename T>
+    struct Activations {
+        Inputs<T> normed, attended, inner;
+    };
+
+    template <typename T>
+    void run(const Model& model, const Batch& batch) {
+        auto& in = std::get<Activations<T>>(activations_);
+        const int rows = std::max(batch.tokens, batch.outputs);
+        in.normed.resize(rows, model.hidden);
+        in.attended.resize(rows, model.q_heads * model.head_dim);
+        in.inner.resize(rows, model.inner);
         prepare(model, batch);
-        int phases = 3 + model.layers * 7;
+        const int phases = 3 + model.layers * (Inputs<T>::SETTLES ? 9 : 7);
         team_.run(phases, [&](int thread) {
             tile::configure();
             Walk walk(team_);
-            step(walk, model, batch, scratch_[thread]);
+            step(walk, model, batch, in, scratch_[thread]);
             tile::release();
         });
     }
 
-  private:
-    // Buffers of the step, and where each token stands.
+    // Other buffers of the step, and where each token stands.
     void prepare(const Model& model, const Batch& batch) {
-        std::size_t rows = tiles_of(std::max(batch.tokens, batch.outputs)) * tile::ROWS;
-        grown(hidden_, rows * model.hidden);
-        grown(normed_, rows * model.hidden);
-        grown(queries_, rows * model.q_heads * model.head_dim);
-        grown(attended_, rows * model.q_heads * model.head_dim);
-        grown(inner_, rows * model.inner);
+        grown(hidden_, std::size_t(batch.tokens) * model.hidden);
+        grown(queries_, std::size_t(batch.tokens) * model.q_heads * model.head_dim);
         places_.resize(batch.tokens);
         spans_.clear();
         for (int row = 0; row < batch.rows; ++row) {
@@ -228,7 +238,8 @@ class Engine {
         }
     }
 
-    void step(Walk& walk, const Model& m, const Batch& batch, Scratch& own) {
+    template <typename T>
+    void step(Walk& walk, const Model& m, const Batch& batch, Activations<T>& in, Scratch& own) {
         const int hidden = m.hidden, head = m.head_dim, q_size = m.q_heads * head;
         const int heads = m.q_heads + 2 * m.kv_heads;
         const std::int64_t page = std::int64_t(m.page_size) * m.kv_heads * head;
@@ -236,11 +247,11 @@ class Engine {
         for (int layer = 0; layer < m.layers; ++layer) {
             bf16* k_cache = m.k_cache + layer * m.pages * page;
             bf16* v_cache = m.v_cache + layer * m.pages * page;
-            norm_all(walk, m, m.input_norm + layer * hidden, batch.tokens, nullptr);
+            norm_all(walk, m, m.input_norm + layer * hidden, batch.tokens, nullptr, in.normed);
 
-            const bf16* wqkv = m.wqkv + std::int64_t(layer) * heads * head * hidden;
-            multiply(walk, own, normed_.data(), batch.tokens, hidden, wqkv, heads * head / 16,
-                     head / 16, [&](int first, int rows, int unit, const float* c, int ld) {
+            const Weights<T> wqkv(m.wqkv, m.wqkv_scale, layer, heads * head, hidden);
+            multiply(walk, own, in.normed, batch.tokens, wqkv, head / 16,
+                     [&](int first, int rows, int unit, const float* c, int ld) {
                          for (int i = 0; i < rows; ++i)
                              place(m, batch, layer, first + i, unit, c + i * ld, k_cache, v_cache,
                                    own);
@@ -252,24 +263,27 @@ class Engine {
                 attend(m, batch, spans_[piece / m.kv_heads], piece % m.kv_heads, k_cache, v_cache,
                        chunk_of(m, batch, spans_[then / m.kv_heads].row, then % m.kv_heads, k_cache,
                                 0),
-                       own);
+                       in.attended, own);
             });
-            const bf16* wo = m.wo + std::int64_t(layer) * hidden * q_size;
-            accumulate(walk, own, m, attended_.data(), batch.tokens, q_size, wo);
+            settle_all(walk, in.attended, batch.tokens);
+            const Weights<T> wo(m.wo, m.wo_scale, layer, hidden, q_size);
+            accumulate(walk, own, in.attended, batch.tokens, wo);
 
-            norm_all(walk, m, m.post_norm + layer * hidden, batch.tokens, nullptr);
-            const bf16* w_gate_up = m.w_gate_up + std::int64_t(layer) * 2 * m.inner * hidden;
-            multiply(walk, own, normed_.data(), batch.tokens, hidden, w_gate_up, m.inner / 8, 4,
+            norm_all(walk, m, m.post_norm + layer * hidden, batch.tokens, nullptr, in.normed);
+            const Weights<T> w_gate_up(m.w_gate_up, m.w_gate_up_scale, layer, 2 * m.inner, hidden);
+            multiply(walk, own, in.normed, batch.tokens, w_gate_up, 4,
                      [&](int first, int rows, int unit, const float* c, int ld) {
                          for (int i = 0; i < rows; ++i)
-                             gate(c + i * ld, line_of(inner_.data(), m.inner, first + i, unit));
+                             gate(c + i * ld, in.inner, first + i, unit * 32);
                      });
-            const bf16* w_down = m.w_down + std::int64_t(layer) * hidden * m.inner;
-            accumulate(walk, own, m, inner_.data(), batch.tokens, m.inner, w_down);
+            settle_all(walk, in.inner, batch.tokens);
+            const Weights<T> w_down(m.w_down, m.w_down_scale, layer, hidden, m.inner);
+            accumulate(walk, own, in.inner, batch.tokens, w_down);
         }
-        norm_all(walk, m, m.final_norm, batch.outputs, batch.output_tokens);
-        multiply(walk, own, normed_.data(), batch.outputs, hidden, m.lm_head, m.vocabulary / 16,
-                 UNIT_STRIPS, [&](int first, int rows, int unit, const float* c, int ld) {
+        norm_all(walk, m, m.final_norm, batch.outputs, batch.output_tokens, in.normed);
+        const Weights<T> lm_head(m.lm_head, m.lm_head_scale, 0, m.vocabulary, hidden);
+        multiply(walk, own, in.normed, batch.outputs, lm_head, UNIT_STRIPS,
+                 [&](int first, int rows, int unit, const float* c, int ld) {
                      int column = unit * UNIT_STRIPS * 16;
                      int columns = std::min(UNIT_STRIPS * 16, m.vocabulary - column);
                      for (int i = 0; i < rows; ++i)
@@ -278,43 +292,51 @@ class Engine {
                  });
     }
 
-    // The product of A tiles with `strips` strips of weights, `unit` of them in one piece of work;
+    // The product of `rows` rows with weights, `unit` strips of them in one piece of work;
     // `use(first row, rows, unit, c, ld)` gets each piece's sums.
-    template <typename Use>
-    void multiply(Walk& walk, Scratch& own, const bf16* a, int rows, int depth, const bf16* b,
-                  int strips, int unit, const Use& use) {
-        int most = std::max(32, KEPT_BYTES / 2 / depth / 32 * 32);
+    template <typename T, typename Use>
+    void multiply(Walk& walk, Scratch& own, const Inputs<T>& a, int rows, const Weights<T>& b,
+                  int unit, const Use& use) {
+        const int depth = b.depth, strips = b.columns / 16;
+        int most = std::max(32, KEPT_BYTES / int(sizeof(T)) / depth / 32 * 32);
         int units = (strips + unit - 1) / unit, ld = unit * tile::ROWS;
         walk.share(units * ((rows + most - 1) / most), [&](int piece) {
             int first = piece / units * most, column = piece % units;
             int here = std::min(most, rows - first), first_strip = column * unit;
-            float* c = grown(own.c, std::size_t(tiles_of(here)) * tile::ROWS * ld);
-            product(a + std::int64_t(first) * depth, here, depth,
-                    b + std::int64_t(first_strip) * 16 * depth, std::min(unit, strips - first_strip),
-                    c, ld);
+            int strips_here = std::min(unit, strips - first_strip);
+            float* c = grown(own.c, std::size_t(tile::count(here)) * tile::ROWS * ld);
+            product(a.tiles(first), here, depth, b.strips + std::int64_t(first_strip) * 16 * depth,
+                    strips_here, c, ld);
+            if constexpr (std::is_same_v<T, int8>)
+                scale(c, ld, here, strips_here * 16, a, first, b.scales + first_strip * 16);
             use(first, here, column, c, ld);
         });
     }
 
     // Adds a product to the residual stream.
-    void accumulate(Walk& walk, Scratch& own, const Model& m, const bf16* a, int rows, int depth,
-                    const bf16* b) {
-        multiply(walk, own, a, rows, depth, b, m.hidden / 16, UNIT_STRIPS,
+    template <typename T>
+    void accumulate(Walk& walk, Scratch& own, const Inputs<T>& a, int rows, const Weights<T>& b) {
+        multiply(walk, own, a, rows, b, UNIT_STRIPS,
                  [&](int first, int rows, int unit, const float* c, int ld) {
                      int column = unit * UNIT_STRIPS * 16;
-                     int columns = std::min(UNIT_STRIPS * 16, m.hidden - column);
+                     int columns = std::min(UNIT_STRIPS * 16, b.columns - column);
                      for (int i = 0; i < rows; ++i) {
-                         float* x = hidden_.data() + std::int64_t(first + i) * m.hidden + column;
+                         float* x = hidden_.data() + std::int64_t(first + i) * b.columns + column;
                          for (int j = 0; j < columns; j += WIDTH)
                              store(x + j, load(x + j) + load(c + i * ld + j));
                      }
                  });
     }
 
-    // A token's line of the embedding, which is packed as the head is.
+    // A token's line of the embedding, which is packed as the head is where that is bf16.
     void embed(const Model& m, int id, int token) {
-        const bf16* strip = m.embed + std::int64_t(id / 16) * 16 * m.hidden + id % 16 * 2;
         float* x = hidden_.data() + std::int64_t(token) * m.hidden;
+        if (m.quantised()) {
+            const bf16* line = m.embed + std::int64_t(id) * m.hidden;
+            for (int i = 0; i < m.hidden; i += WIDTH) store(x + i, load(line + i));
+            return;
+        }
+        const bf16* strip = m.embed + std::int64_t(id / 16) * 16 * m.hidden + id % 16 * 2;
         for (int pair = 0; pair < m.hidden / 2; ++pair)
             for (int i = 0; i < 2; ++i) {
                 std::uint32_t bits = std::uint32_t(strip[pair * 32 + i]) << 16;
@@ -322,18 +344,25 @@ class Engine {
             }
     }
 
-    // Norms the residual stream of `rows` tokens, or of those that `tokens` names, into A tiles.
+    // Norms the residual stream of `rows` tokens, or of those that `tokens` names.
+    template <typename T>
     void norm_all(Walk& walk, const Model& m, const bf16* weight, int rows,
-                  const std::int32_t* tokens) {
+                  const std::int32_t* tokens, Inputs<T>& normed) {
         walk.share(rows, [&](int row) {
             const float* x =
                 hidden_.data() + std::int64_t(tokens == nullptr ? row : tokens[row]) * m.hidden;
             norm(x, weight, m.hidden, m.eps, [&](int i, floats low, floats high) {
-                bf16* line = line_of(normed_.data(), m.hidden, row, i / tile::DEPTH);
-                store(line, low);
-                store(line + WIDTH, high);
+                normed.put(row, i, low);
+                normed.put(row, i + WIDTH, high);
             });
+            normed.settle(row);
         });
+    }
+
+    // Settles rows that several pieces of work have written.
+    template <typename T>
+    static void settle_all(Walk& walk, Inputs<T>& inputs, int rows) {
+        if constexpr (Inputs<T>::SETTLES) walk.share(rows, [&](int row) { inputs.settle(row); });
     }
 
     // One head of a token, fresh from the projection: a query is normed, turned and kept for this
@@ -402,8 +431,9 @@ class Engine {
     // Attention of a span's tokens over the places of their row, for the query heads that share
     // one head of K and V. A tile holds as many tokens as fit with all their heads. Each chunk is
     // fetched while the one before it is multiplied; `after` is what will be read next.
+    template <typename T>
     void attend(const Model& m, const Batch& batch, Span span, int kv_head, const bf16* k_cache,
-                const bf16* v_cache, const bf16* after, Scratch& own) {
+                const bf16* v_cache, const bf16* after, Inputs<T>& attended, Scratch& own) {
         const int head = m.head_dim, group = m.q_heads / m.kv_heads, most = tile::ROWS / group;
         const int length = batch.lens[span.row], end = batch.seq_lens[span.row];
         const int start = end - length, packed = batch.offsets[span.row];
@@ -493,13 +523,9 @@ class Engine {
                 tile::store<3>(sums + 48, 256);
                 for (int row = 0; row < count * group; ++row) {
                     int column = (kv_head * group + row % group) * head + i * 16;
-                    for (int j = 0; j < (four ? 4 : 2); ++j) {
-                        bf16* line = line_of(attended_.data(), m.q_heads * head,
-                                             packed + first + row / group,
-                                             (column + j * 16) / tile::DEPTH);
-                        store(line + (column + j * 16) % tile::DEPTH,
-                              load(sums + row * 64 + j * 16) * shares[row]);
-                    }
+                    for (int j = 0; j < (four ? 4 : 2); ++j)
+                        attended.put(packed + first + row / group, column + j * 16,
+                                     load(sums + row * 64 + j * 16) * shares[row]);
                 }
             }
         }
@@ -522,21 +548,38 @@ class Engine {
     }
 
     // silu(gate) · up of 32 columns.
-    static void gate(const float* c, bf16* line) {
-        for (int i = 0; i < tile::DEPTH; i += WIDTH) {
+    template <typename T>
+    static void gate(const float* c, Inputs<T>& inner, int row, int column) {
+        for (int i = 0; i < 32; i += WIDTH) {
             floats x = load(c + i);
-            store(line + i, x / (1.0f + exp(-x)) * load(c + tile::DEPTH + i));
+            inner.put(row, column + i, x / (1.0f + exp(-x)) * load(c + 32 + i));
         }
     }
 
     Team team_;
     std::vector<Scratch> scratch_;
+    std::tuple<Activations<bf16>, Activations<int8>> activations_;
     std::vector<float> hidden_;  // [tokens, hidden]
-    std::vector<bf16> normed_, attended_, inner_;  // A tiles
     std::vector<bf16> queries_;  // [tokens, q heads, head_dim]
     std::vector<int> places_;
     std::vector<Span> spans_;
 };
+
+// [16, depth] into a strip of B tiles: four bytes of each column beside those of the others.
+template <typename T>
+void pack(const T* from, T* strip, std::int64_t depth) {
+    constexpr int TOGETHER = 4 / sizeof(T), DEPTH = tile::DEPTH_OF<T>;
+    for (std::int64_t k = 0; k < depth; k += DEPTH, strip += tile::SIZE_OF<T>)
+        for (int column = 0; column < 16; ++column)
+            for (int line = 0; line < 16; ++line)
+                std::memcpy(strip + line * DEPTH + column * TOGETHER,
+                            from + column * depth + k + line * TOGETHER, 4);
+}
+
+// Where a strip goes, of which `group` stay beside each other.
+std::int64_t place(std::int64_t strip, std::int64_t group, std::int64_t stride) {
+    return strip / group * stride + strip % group;
+}
 
 }  // namespace
 
@@ -565,13 +608,22 @@ int tidemill_step(Engine* engine, const Model* model, const Batch* batch) {
 // ones `stride` strips on; see layout.py.
 void tidemill_pack(const bf16* from, bf16* to, std::int64_t columns, std::int64_t depth,
                    std::int64_t group, std::int64_t stride) {
+    for (std::int64_t strip = 0; strip < columns / 16; ++strip)
+        pack(from + strip * 16 * depth, to + place(strip, group, stride) * 16 * depth, depth);
+}
+
+// The same as int8; the scale of each column goes to `scales`, in the order of the strips.
+void tidemill_quantize(const bf16* from, int8* to, float* scales, std::int64_t columns,
+                       std::int64_t depth, std::int64_t group, std::int64_t stride) {
+    std::vector<int8> rounded(16 * depth);
     for (std::int64_t strip = 0; strip < columns / 16; ++strip) {
-        bf16* tile = to + (strip / group * stride + strip % group) * 16 * depth;
-        for (std::int64_t k = 0; k < depth; k += tile::DEPTH, tile += tile::A_SIZE)
-            for (int column = 0; column < 16; ++column)
-                for (int pair = 0; pair < 16; ++pair)
-                    std::memcpy(tile + pair * 32 + column * 2,
-                                from + (strip * 16 + column) * depth + k + pair * 2, 4);
+        const std::int64_t target = place(strip, group, stride);
+        for (int column = 0; column < 16; ++column)
+            scales[target * 16 + column] =
+                quantised(from + (strip * 16 + column) * depth, depth, [&](int i, bytes value) {
+                    std::memcpy(rounded.data() + column * depth + i, &value, sizeof value);
+                });
+        pack(rounded.data(), to + target * 16 * depth, depth);
     }
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from tidemill_contracts.models.args import TensorArgSpec
 from tidemill_contracts.models.errors import BackendError
 from tidemill_contracts.models.qwen3.native.library import (
+    SCALES,
     TENSORS,
     BatchArgs,
     Library,
@@ -65,7 +66,8 @@ class NativeStage:
 
     def _model_args(self, named: Mapping[str, Tensor]) -> ModelArgs:
         """Made once for the same weights and cache, which are held so that they stay."""
-        tensors = [named[name] for name in TENSORS]
+        kept = [name for name in (*TENSORS, *SCALES) if name in named]
+        tensors = [named[name] for name in kept]
         if self._model is None or any(map(operator.is_not, tensors, self._held)):
             layers, pages, page_size, kv_heads, head_dim = named["k_cache"].shape
             self._held = tensors
@@ -81,6 +83,6 @@ class NativeStage:
                 pages=pages,
                 places=named["rope_cos"].shape[0],
                 eps=float(named["rms_norm_eps"]),
-                **{name: named[name].data_ptr() for name in TENSORS},
+                **{name: named[name].data_ptr() for name in kept},
             )
         return self._model

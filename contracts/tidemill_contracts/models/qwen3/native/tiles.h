@@ -1,22 +1,33 @@
-// The matrix unit's tiles: 16 lines of 64 bytes. bf16 pairs go in, float32 sums come out.
+// The matrix unit's tiles: 16 lines of 64 bytes. Pairs of bf16 go in and float32 sums come out, or
+// int8 in fours and int32 sums.
 //
-// A C tile is 16 rows by 16 columns of float; an A tile 16 rows by 32 values of bf16; a B tile
-// 16 pairs of values by 16 columns, the two of a pair beside each other. Where the compiler's
-// target has no such unit the same operations run in plain loops: slow, for tests only.
+// A C tile is 16 rows by 16 columns of sums; an A tile 16 rows by 32 values of bf16 or 64 of int8; a
+// B tile 16 pairs or fours of values by 16 columns, those of a pair or four beside each other. Where
+// the compiler's target has no such unit the same operations run in plain loops: slow, for tests
+// only.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 using bf16 = std::uint16_t;
+using int8 = std::int8_t;
 
 namespace tile {
 
 constexpr int ROWS = 16;
-constexpr int DEPTH = 32;           // values of bf16 that one product sums over
-constexpr int A_SIZE = ROWS * DEPTH;  // elements of an A tile, and of a B tile
+constexpr int LINE = 64;  // bytes
+template <typename T>
+constexpr int DEPTH_OF = LINE / int(sizeof(T));  // values that one product sums over
+template <typename T>
+constexpr int SIZE_OF = ROWS * DEPTH_OF<T>;  // elements of an A tile, and of a B tile
+constexpr int DEPTH = DEPTH_OF<bf16>, A_SIZE = SIZE_OF<bf16>;
 
-#if defined(__AMX_BF16__)
+// Tiles that hold so many rows.
+inline int count(int rows) { return (rows + ROWS - 1) / ROWS; }
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 
 inline void configure() {
     struct alignas(64) {
@@ -52,9 +63,12 @@ inline void store(void* to, std::intptr_t stride) {
 }
 
 // C += A · B
-template <int C, int A, int B>
+template <int C, int A, int B, typename T = bf16>
 inline void multiply() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    if constexpr (std::is_same_v<T, int8>)
+        asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    else
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 #else
@@ -81,23 +95,27 @@ inline void store(void* to, std::intptr_t stride) {
         std::memcpy(static_cast<char*>(to) + row * stride, lines[T][row], 64);
 }
 
-template <int C, int A, int B>
+inline float value(bf16 half) {
+    std::uint32_t bits = std::uint32_t(half) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+inline std::int32_t value(int8 number) { return number; }
+
+template <int C, int A, int B, typename T = bf16>
 inline void multiply() {
-    auto value = [](bf16 half) {
-        std::uint32_t bits = std::uint32_t(half) << 16;
-        float out;
-        std::memcpy(&out, &bits, 4);
-        return out;
-    };
-    auto c = reinterpret_cast<float(*)[16]>(lines[C]);
-    auto a = reinterpret_cast<const bf16(*)[32]>(lines[A]);
-    auto b = reinterpret_cast<const bf16(*)[32]>(lines[B]);
+    constexpr int TOGETHER = 4 / sizeof(T);
+    auto c = reinterpret_cast<decltype(value(T())) (*)[16]>(lines[C]);
+    auto a = reinterpret_cast<const T(*)[DEPTH_OF<T>]>(lines[A]);
+    auto b = reinterpret_cast<const T(*)[DEPTH_OF<T>]>(lines[B]);
     for (int row = 0; row < ROWS; ++row)
-        for (int pair = 0; pair < 16; ++pair)
-            for (int column = 0; column < 16; ++column) {
-                c[row][column] += value(a[row][2 * pair]) * value(b[pair][2 * column]);
-                c[row][column] += value(a[row][2 * pair + 1]) * value(b[pair][2 * column + 1]);
-            }
+        for (int line = 0; line < 16; ++line)
+            for (int column = 0; column < 16; ++column)
+                for (int i = 0; i < TOGETHER; ++i)
+                    c[row][column] += value(a[row][TOGETHER * line + i]) *
+                                      value(b[line][TOGETHER * column + i]);
 }
 
 #endif

@@ -10,6 +10,7 @@ typedef float floats __attribute__((vector_size(64)));
 typedef std::int32_t ints __attribute__((vector_size(64)));
 typedef std::uint32_t words __attribute__((vector_size(64)));
 typedef std::uint16_t halves __attribute__((vector_size(32)));
+typedef std::int8_t bytes __attribute__((vector_size(16)));
 constexpr int WIDTH = 16;
 
 inline floats load(const float* from) {
