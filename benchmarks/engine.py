@@ -193,6 +193,7 @@ def resident_bytes(tensor: torch.Tensor) -> int:
 @click.option("--kv-tokens", default=51_200, show_default=True, help="Size of the KV cache.")
 @click.option("--kernels", default="auto", type=click.Choice(["auto", "torch"]), show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--quantization", type=click.Choice(["int8"]), help="Of the matrices.")
 def main(
     model: Path,
     names: Sequence[str],
@@ -205,12 +206,14 @@ def main(
     kv_tokens: int,
     kernels: Any,
     dtype: str,
+    quantization: Any,
 ) -> None:
     """Run workloads on MODEL, a checkpoint directory, and print what they took."""
     started = time.perf_counter()
     torch.set_num_threads(threads)
     options = RuntimeOptions(
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         max_rows=max_rows,
         max_step_tokens=max_step_tokens,

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -82,10 +83,9 @@ def _memory() -> tuple[int, int]:
     return int(fields["RssAnon"].split()[0]) * 1024, int(fields["RssFile"].split()[0]) * 1024
 
 
-def measure(model_dir: Path, dtype: str | None, max_model_len: int | None) -> Report:
+def measure(model_dir: Path, options: RuntimeOptions) -> Report:
     """Loads the weights once and lets them go."""
-    config, contract = open_model(model_dir)
-    options = RuntimeOptions(dtype=dtype, max_model_len=max_model_len, kv_pages=1)
+    config, contract = open_model(model_dir, options.quantization)
     runtime = plan_runtime(config, contract, options)
     # What torch sets up on its first copy is none of the model's.
     torch.empty(4, dtype=runtime.dtype).copy_(torch.zeros(4))
@@ -105,10 +105,12 @@ def measure(model_dir: Path, dtype: str | None, max_model_len: int | None) -> Re
 @click.command(help=__doc__)
 @click.argument("model_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: the file's.")
+@click.option("--quantization", type=click.Choice(["int8"]))
+@click.option("--kernels", default="auto", type=click.Choice(["auto", "torch"]), show_default=True)
 @click.option("--max-model-len", type=int, help="Default: the model's context.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(model_dir: Path, dtype: str | None, max_model_len: int | None, as_json: bool) -> None:
-    report = measure(model_dir, dtype, max_model_len)
+def main(model_dir: Path, as_json: bool, **options: Any) -> None:
+    report = measure(model_dir, RuntimeOptions(kv_pages=1, **options))
     if as_json:
         click.echo(json.dumps({**asdict(report), "ratio": report.ratio}))
         return

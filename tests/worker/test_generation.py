@@ -191,6 +191,19 @@ async def test_a_receipt_says_what_a_result_was_made_from(
     assert differences(one.receipt, other.receipt) == ["another sampling", "other outputs"]
 
 
+async def test_a_receipt_tells_int8_from_the_dtype(tiny_model: Path) -> None:
+    job = msgspec.structs.replace(_asking([1], 2), receipt=True)
+    async with batcher(tiny_model) as model:
+        plain = (await generate(model, job)).receipt
+    async with batcher(tiny_model, quantization="int8") as model:
+        rounded = (await generate(model, job)).receipt
+    assert plain is not None
+    assert rounded is not None
+    assert (plain.quantization, rounded.quantization) == (None, "int8")
+    assert plain.contract != rounded.contract
+    assert "another quantisation: None and int8" in differences(plain, rounded)
+
+
 async def test_a_checkpoint_that_is_gone_fails_the_job_that_asked_for_a_receipt(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,16 @@ def test_check_tells_what_fits(tmp_path: Path) -> None:
     assert "no problems found" in run("check", str(model)).stdout
 
 
+@pytest.mark.parametrize("options", [[], ["--quantization", "int8"]])
+def test_check_of_a_model_that_the_library_would_run(tmp_path: Path, options: list[str]) -> None:
+    """What packs the weights must not read tensors that are only looked at."""
+    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "vocab_size": 112}
+    model = small_model(tmp_path / "model", **sizes, dtype="bfloat16")
+    result = run("check", str(model), *options)
+    assert "no problems found" in result.stdout
+    assert ("-int8" in result.stdout) == bool(options)
+
+
 def test_the_weights_size_is_told_from_the_configuration_alone(tmp_path: Path) -> None:
     model = small_model(tmp_path / "model")
     report = json.loads(run("check", str(model), "--json", "--max-model-len", "64").stdout)

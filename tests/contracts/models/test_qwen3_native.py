@@ -1,8 +1,8 @@
 """The C++ step against its torch twin: the same numbers, the same bits in any company, and the
 same care about what does not belong to a row.
 
-Everything runs twice where the machine has a matrix unit: on it, and in the plain loops that
-stand for it elsewhere.
+Everything runs with weights in bf16 and in int8, and twice where the machine has a matrix unit: on
+it, and in the plain loops that stand for it elsewhere.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 
 from tests.contracts.models.driver import Driver, int32, small_config, small_model
+from tidemill_contracts.models.contract import Quantization
 from tidemill_contracts.models.errors import BackendError
+from tidemill_contracts.models.qwen3 import int8
 from tidemill_contracts.models.qwen3.native import choice, layout, library
+from tidemill_contracts.models.qwen3.native.stage import NativeStage
 
 PORTABLE = "x86-64-v3"
 ARCHITECTURES = [PORTABLE] if library.lacking() else ["native", PORTABLE]
@@ -31,12 +34,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "groups of two": {},
     "groups of five": {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64},
     "no groups": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
-    "untied": {"tie_word_embeddings": False, "hidden_size": 96, "vocab_size": 528},
+    "untied": {"tie_word_embeddings": False, "hidden_size": 192, "vocab_size": 528},
 }
 
 
 def fitting(**changes: Any) -> dict[str, Any]:
-    shape = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "vocab_size": 112}
+    shape = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 192, "vocab_size": 112}
     return small_config(**{**shape, "dtype": "bfloat16", **changes})
 
 
@@ -47,18 +50,29 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return name
 
 
-def drivers(folder: Path, **changes: Any) -> tuple[Driver, Driver, Driver]:
+@pytest.fixture(params=[None, "int8"], ids=["bf16", "int8"])
+def quantization(request: pytest.FixtureRequest) -> Quantization | None:
+    name: Quantization | None = request.param
+    return name
+
+
+def drivers(
+    folder: Path, quantization: Quantization | None = None, **changes: Any
+) -> tuple[Driver, Driver, Driver]:
     """The same weights on the library, in torch in bf16, and in torch in float32."""
     model = small_model(folder, config=fitting, **changes)
-    native = Driver(model, page_size=32, dtype=torch.bfloat16)
-    plain = Driver(model, page_size=32, dtype=torch.bfloat16, kernels="torch")
-    exact = Driver(model, page_size=32, dtype=torch.float32)
+    driver = partial(Driver, model, page_size=32, quantization=quantization)
+    native = driver(dtype=torch.bfloat16)
+    plain = driver(dtype=torch.bfloat16, kernels="torch")
+    exact = driver(dtype=torch.float32)
     return native, plain, exact
 
 
 @pytest.fixture
-def native(tmp_path: Path, architecture: str) -> Driver:
-    return drivers(tmp_path)[0]
+def native(tmp_path: Path, architecture: str, quantization: Quantization | None) -> Driver:
+    found = drivers(tmp_path, quantization)[0]
+    assert isinstance(found.compiled["prefill"], NativeStage)
+    return found
 
 
 def prompts(*lengths: int, vocabulary: int = 112) -> list[list[int]]:
@@ -95,9 +109,13 @@ def forced(driver: Driver, rows: Sequence[Sequence[int]], chunk: int, decoded: i
 class TestAgainstTorch:
     @pytest.mark.parametrize("shape", SHAPES)
     def test_logits_are_as_near_to_float32_as_those_of_torch(
-        self, tmp_path: Path, architecture: str, shape: str
+        self,
+        tmp_path: Path,
+        architecture: str,
+        quantization: Quantization | None,
+        shape: str,
     ) -> None:
-        native, plain, exact = drivers(tmp_path, **SHAPES[shape])
+        native, plain, exact = drivers(tmp_path, quantization, **SHAPES[shape])
         rows = prompts(4, 5, 36, 70, 150)
         expected = forced(exact, rows, chunk=64)
         assert error(forced(native, rows, chunk=64), expected) <= 1.5 * error(
@@ -113,12 +131,27 @@ class TestAgainstTorch:
     def test_weights_lie_as_the_twin_lays_them(self, architecture: str) -> None:
         built = layout.Tiled(library.library(architecture))
         gate, up = torch.randn(2, 96, 64).bfloat16()
-        target = built.allocate((192, 64), torch.bfloat16)
-        built.fill(target, [gate, up], gated=True)
+        (target,) = built.allocate((192, 64), torch.bfloat16)
+        built.fill((target,), [gate, up], gated=True)
         assert torch.equal(target, layout.tiled(layout.alternated(torch.cat((gate, up)))))
-        built.fill(target, [gate, up], gated=False)
+        built.fill((target,), [gate, up], gated=False)
         assert torch.equal(target, layout.tiled(torch.cat((gate, up))))
         assert torch.equal(layout.untiled(target), torch.cat((gate, up)))
+
+    def test_weights_are_rounded_to_int8_as_the_twin_rounds_them(self, architecture: str) -> None:
+        built = layout.TiledInt8(library.library(architecture))
+        # 1,024 values of 8 bits each have halves of their largest among them: ties in rounding.
+        gate, up = torch.randn(2, 96, 1024).bfloat16()
+        up[3] = 0
+        both = torch.cat((gate, up))
+        expected, expected_scales = int8.quantize(both)
+        values, scales = built.allocate((192, 1024), torch.bfloat16)
+        built.fill((values, scales), [gate, up], gated=True)
+        assert torch.equal(values, layout.tiled(layout.alternated(expected)))
+        assert torch.equal(scales, layout.alternated(expected_scales))
+        built.fill((values, scales), [gate, up], gated=False)
+        assert torch.equal(layout.untiled(values), expected)
+        assert torch.equal(scales, expected_scales)
 
     def test_pages_lie_as_the_twin_lays_them(self, tmp_path: Path, architecture: str) -> None:
         native, plain, _ = drivers(tmp_path)
@@ -232,17 +265,27 @@ class TestWhereItCannotRun:
             small_model(tmp_path, config=fitting, **changes), page_size=32, dtype=torch.bfloat16
         )
         sizes = choice.Sizes.of(driver.config)
-        assert choice.obstacle("dense", sizes, driver.runtime) == reason
+        assert choice.obstacle("dense", None, sizes, driver.runtime) == reason
+        assert driver.prefill((driver.row(), [1, 2, 3])).isfinite().all()
+
+    def test_int8_takes_tiles_that_are_twice_as_deep(self, tmp_path: Path) -> None:
+        model = small_model(tmp_path, config=fitting, intermediate_size=96)
+        driver = Driver(model, page_size=32, dtype=torch.bfloat16, quantization="int8")
+        reason = choice.obstacle("dense", "int8", choice.Sizes.of(driver.config), driver.runtime)
+        assert reason == "the intermediate size of 96 is no multiple of 64"
         assert driver.prefill((driver.row(), [1, 2, 3])).isfinite().all()
 
     def test_without_a_compiler_or_a_matrix_unit_the_same_model_runs_in_torch(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        quantization: Quantization | None,
     ) -> None:
         def missing() -> library.Library:
             raise library.NoLibrary("no C++ compiler is installed")
 
         monkeypatch.setattr(choice, "library", missing)
-        without, plain, _ = drivers(tmp_path)
+        without, plain, _ = drivers(tmp_path, quantization)
         rows = prompts(5, 40)
         assert torch.equal(forced(without, rows, chunk=30), forced(plain, rows, chunk=30))
 

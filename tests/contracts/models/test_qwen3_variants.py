@@ -16,7 +16,7 @@ from tidemill_contracts.models.errors import ContractMismatch
 from tidemill_contracts.models.inspection import describe_contract
 from tidemill_contracts.models.qwen3 import REGISTRATIONS
 from tidemill_contracts.models.qwen3.native import library
-from tidemill_contracts.models.qwen3.variants import VARIANTS
+from tidemill_contracts.models.qwen3.variants import QUANTIZED, VARIANTS
 from tidemill_contracts.models.registry import find_contract_for_model_config, get_contract
 from tidemill_contracts.models.startup import check
 from tools.make_checkpoint import published_config, tensor_shapes
@@ -150,7 +150,7 @@ class TestContracts:
         names = [
             kernel.public_name for contract in contracts() for kernel in contract.kernels.values()
         ]
-        assert len(set(names)) == len(names) == 3 * len(VARIANTS)
+        assert len(set(names)) == len(names) == 3 * len((*VARIANTS, *QUANTIZED))
         assert get_contract("qwen3", "0.6b").stage("decode").public_name == "qwen3_0.6b.decode"
 
     def test_fingerprints_differ(self) -> None:
@@ -177,7 +177,8 @@ class TestContracts:
         for contract in contracts():
             described = describe_contract(contract)["backend"]
             assert isinstance(described, dict)
-            assert described.keys() == {"cpu", "cuda", "npu"}
+            devices = {"cpu", "cuda", "npu"} if contract.model.quant is None else {"cpu"}
+            assert described.keys() == devices
             arguments = {arg.name for arg in contract.kernels["decode"].args}
             assert described["cpu"] == ("plain torch" if "router" in arguments else dense)
 

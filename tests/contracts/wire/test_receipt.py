@@ -19,6 +19,7 @@ FACTS: dict[str, Any] = {
     "sampling": {"temperature": 0.5, "logit_bias": {3: 1.0}, "seed": 7},
     "outputs": [[4, 5], [6]],
     "dtype": "float32",
+    "quantization": None,
     "deterministic": True,
 }
 
@@ -60,6 +61,7 @@ def test_the_same_facts_give_the_same_receipt_in_any_order() -> None:
         ({"prompt_token_ids": [12]}, "another prompt"),
         ({"sampling": {"temperature": 0.5}}, "another sampling"),
         ({"dtype": "bfloat16"}, "another dtype: float32 and bfloat16"),
+        ({"quantization": "int8"}, "another quantisation: None and int8"),
         ({"deterministic": False}, "one ran in deterministic mode, the other not"),
         ({"outputs": [[4, 5, 6]]}, "another machine"),
     ],

@@ -17,7 +17,7 @@ T* grown(std::vector<T>& memory, std::size_t size) {
 }
 
 // Rounds `size` values to int8, 16 a call of `put(first, bytes)`; returns their scale. It is NaN or
-// infinite where one of them is. layout.py has the same in torch.
+// infinite where one of them is. int8.py has the same in torch.
 template <typename X, typename Put>
 float quantised(const X* x, int size, const Put& put) {
     words top{};
@@ -29,12 +29,14 @@ float quantised(const X* x, int size, const Put& put) {
     for (int i = 0; i < WIDTH; ++i) bits = top[i] > bits ? top[i] : bits;
     float most;
     std::memcpy(&most, &bits, 4);
-    const float scale = (most < 1e-30f ? 1e-30f : most) / 127.0f;
+    most = most < 1e-30f ? 1e-30f : most;
+    const float inverse = 127.0f / most;
     for (int i = 0; i < size; i += WIDTH) {
-        floats shifted = load(x + i) / scale + 12582912.0f;  // 1.5 · 2^23 rounds to nearest
+        // 1.5 · 2^23 rounds to nearest, and but once where the target multiplies and adds at once.
+        floats shifted = load(x + i) * inverse + 12582912.0f;
         put(i, __builtin_convertvector((ints)shifted - 0x4b400000, bytes));
     }
-    return scale;
+    return most / 127.0f;
 }
 
 // Rows of activations. bf16 is rounded as it comes; int8 is kept wide until a row's largest value is
@@ -126,15 +128,33 @@ struct Weights {
           depth(depth) {}
 };
 
-// Makes what a product of int8 left in `c`, sums of int32, the floats that they stand for.
-inline void scale(float* c, int ld, int rows, int columns, const Inputs<int8>& a, int row,
-                  const float* b) {
-    for (int i = 0; i < rows; ++i, c += ld) {
-        const float of_row = a.scale(row + i);
+// What a product leaves in `c`, `ld` sums from row to row.
+template <typename T>
+struct Sums {
+    const float* c;
+    int ld;
+
+    const float* row(int i) const { return c + std::int64_t(i) * ld; }
+};
+
+// Sums of int8 are int32 in the place of floats.
+template <>
+struct Sums<int8> {
+    const float* c;
+    int ld, columns;
+    const Inputs<int8>& a;
+    int first;            // row of `a`
+    const float* scales;  // of the columns
+    float* line;          // room for a row
+
+    // What the sums stand for, until the next call.
+    const float* row(int i) const {
+        const float scale = a.scale(first + i);
         for (int j = 0; j < columns; j += WIDTH) {
             ints sums;
-            std::memcpy(&sums, c + j, sizeof sums);
-            store(c + j, __builtin_convertvector(sums, floats) * of_row * load(b + j));
+            std::memcpy(&sums, c + std::int64_t(i) * ld + j, sizeof sums);
+            store(line + j, __builtin_convertvector(sums, floats) * scale * load(scales + j));
         }
+        return line;
     }
-}
+};

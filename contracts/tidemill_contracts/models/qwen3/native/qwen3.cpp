@@ -182,7 +182,7 @@ bool within(const Model& m, const Batch& batch) {
 
 // A thread's own memory, reused from step to step.
 struct Scratch {
-    std::vector<float> c, scores, head;
+    std::vector<float> c, line, scores, head;
     std::vector<bf16> queries, weights, tail;
 };
 
@@ -251,9 +251,9 @@ class Engine {
 
             const Weights<T> wqkv(m.wqkv, m.wqkv_scale, layer, heads * head, hidden);
             multiply(walk, own, in.normed, batch.tokens, wqkv, head / 16,
-                     [&](int first, int rows, int unit, const float* c, int ld) {
+                     [&](int first, int rows, int unit, const Sums<T>& sums) {
                          for (int i = 0; i < rows; ++i)
-                             place(m, batch, layer, first + i, unit, c + i * ld, k_cache, v_cache,
+                             place(m, batch, layer, first + i, unit, sums.row(i), k_cache, v_cache,
                                    own);
                      });
             const int pieces = int(spans_.size()) * m.kv_heads;
@@ -272,9 +272,9 @@ class Engine {
             norm_all(walk, m, m.post_norm + layer * hidden, batch.tokens, nullptr, in.normed);
             const Weights<T> w_gate_up(m.w_gate_up, m.w_gate_up_scale, layer, 2 * m.inner, hidden);
             multiply(walk, own, in.normed, batch.tokens, w_gate_up, 4,
-                     [&](int first, int rows, int unit, const float* c, int ld) {
+                     [&](int first, int rows, int unit, const Sums<T>& sums) {
                          for (int i = 0; i < rows; ++i)
-                             gate(c + i * ld, in.inner, first + i, unit * 32);
+                             gate(sums.row(i), in.inner, first + i, unit * 32);
                      });
             settle_all(walk, in.inner, batch.tokens);
             const Weights<T> w_down(m.w_down, m.w_down_scale, layer, hidden, m.inner);
@@ -283,17 +283,17 @@ class Engine {
         norm_all(walk, m, m.final_norm, batch.outputs, batch.output_tokens, in.normed);
         const Weights<T> lm_head(m.lm_head, m.lm_head_scale, 0, m.vocabulary, hidden);
         multiply(walk, own, in.normed, batch.outputs, lm_head, UNIT_STRIPS,
-                 [&](int first, int rows, int unit, const float* c, int ld) {
+                 [&](int first, int rows, int unit, const Sums<T>& sums) {
                      int column = unit * UNIT_STRIPS * 16;
                      int columns = std::min(UNIT_STRIPS * 16, m.vocabulary - column);
                      for (int i = 0; i < rows; ++i)
                          std::memcpy(batch.logits + std::int64_t(first + i) * m.vocabulary + column,
-                                     c + i * ld, columns * sizeof(float));
+                                     sums.row(i), columns * sizeof(float));
                  });
     }
 
     // The product of `rows` rows with weights, `unit` strips of them in one piece of work;
-    // `use(first row, rows, unit, c, ld)` gets each piece's sums.
+    // `use(first row, rows, unit, sums)` gets each piece's.
     template <typename T, typename Use>
     void multiply(Walk& walk, Scratch& own, const Inputs<T>& a, int rows, const Weights<T>& b,
                   int unit, const Use& use) {
@@ -308,8 +308,11 @@ class Engine {
             product(a.tiles(first), here, depth, b.strips + std::int64_t(first_strip) * 16 * depth,
                     strips_here, c, ld);
             if constexpr (std::is_same_v<T, int8>)
-                scale(c, ld, here, strips_here * 16, a, first, b.scales + first_strip * 16);
-            use(first, here, column, c, ld);
+                use(first, here, column,
+                    Sums<T>{c, ld, strips_here * 16, a, first, b.scales + first_strip * 16,
+                            grown(own.line, ld)});
+            else
+                use(first, here, column, Sums<T>{c, ld});
         });
     }
 
@@ -317,13 +320,14 @@ class Engine {
     template <typename T>
     void accumulate(Walk& walk, Scratch& own, const Inputs<T>& a, int rows, const Weights<T>& b) {
         multiply(walk, own, a, rows, b, UNIT_STRIPS,
-                 [&](int first, int rows, int unit, const float* c, int ld) {
+                 [&](int first, int rows, int unit, const Sums<T>& sums) {
                      int column = unit * UNIT_STRIPS * 16;
                      int columns = std::min(UNIT_STRIPS * 16, b.columns - column);
                      for (int i = 0; i < rows; ++i) {
                          float* x = hidden_.data() + std::int64_t(first + i) * b.columns + column;
+                         const float* c = sums.row(i);
                          for (int j = 0; j < columns; j += WIDTH)
-                             store(x + j, load(x + j) + load(c + i * ld + j));
+                             store(x + j, load(x + j) + load(c + j));
                      }
                  });
     }
