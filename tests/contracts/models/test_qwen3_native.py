@@ -186,6 +186,15 @@ class TestTheSameBits:
         for chunk in (1, 7, 32, 33):
             assert torch.equal(forced(native, rows, chunk=chunk), whole)
 
+    def test_where_a_product_takes_its_rows_in_several_pieces(
+        self, tmp_path: Path, architecture: str, quantization: Quantization | None
+    ) -> None:
+        """Of more than 128 rows in bf16, or 256 in int8, at this depth."""
+        native = drivers(tmp_path, quantization, intermediate_size=4096)[0]
+        rows = prompts(300)
+        whole = forced(native, rows, chunk=1000)
+        assert torch.equal(forced(native, rows, chunk=100), whole)
+
     def test_decoded_or_prefilled(self, native: Driver) -> None:
         row = self.ROWS[-1]
         decoded = forced(native, [row], chunk=1000, decoded=3)[0]
