@@ -219,7 +219,7 @@ class Producer:
         now_ms, *answer = await self._connection.retry(
             lambda _: script(keys=[self.queue], args=[job_id])
         )
-        return read_status(job_id, now_ms, answer)
+        return read_status(now_ms, answer)
 
     async def cancel(self, job_id: str) -> Cancellation:
         """End a job that nobody wants any more; whoever waits for it gets ``cancelled``.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidemill_contracts.wire import GenerationResult, JobState, Outcome
-from tidemill_contracts.wire.arq_format import decode_result_record, enqueue_time_of, outcome_of
+from tidemill_contracts.wire.arq_format import decode_result_record, enqueue_time_of, error_in
 
 if TYPE_CHECKING:
     from tidemill_producer.client import Producer
@@ -93,13 +93,13 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Of each tenant that has a name."""
 
 
-def read_status(job_id: str, now_ms: int, answer: Sequence[bytes | int | None]) -> JobStatus:
+def read_status(now_ms: int, answer: Sequence[bytes | int | None]) -> JobStatus:
     """The status from what ``inspect.lua`` says of one job. Raises `UndecodableRecord`."""
     result, score, lease, holder, tries, suspect, in_lane, head, tail = answer
     if isinstance(result, bytes):
         record = decode_result_record(result)
         return JobStatus(
-            state=JobState.of(outcome_of(record, job_id).error),
+            state=JobState.of(error_in(record)),
             tries=record.job_try,
             enqueued_at=_seconds(record.enqueue_time_ms),
             started_at=_seconds(record.start_ms),

@@ -200,19 +200,23 @@ def _decompress(compression: object, packed: object) -> bytes:
     return plain
 
 
-def outcome_of(record: ResultRecord, job_id: str) -> Outcome:
-    """How a generation job ended. Raises `UndecodableRecord`."""
+def decode_outcome(raw: bytes, job_id: str) -> Outcome:
+    """How a generation job ended, from its record. Raises `UndecodableRecord`."""
+    record = decode_result_record(raw)
+    if (job_error := error_in(record)) is not None:
+        return Outcome(id=job_id, error=job_error)
     try:
-        if record.success:
-            return Outcome(id=job_id, result=_result_decoder.decode(record.result))
-        return Outcome(id=job_id, error=_decode_error(record.result))
+        return Outcome(id=job_id, result=_result_decoder.decode(record.result))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UndecodableRecord(f"not a result record: {error}") from error
 
 
-def decode_outcome(raw: bytes, job_id: str) -> Outcome:
-    """How a generation job ended, from its record. Raises `UndecodableRecord`."""
-    return outcome_of(decode_result_record(raw), job_id)
+def error_in(record: ResultRecord) -> JobError | None:
+    """Why the job failed; ``None`` where it did not. Raises `UndecodableRecord`."""
+    try:
+        return None if record.success else _decode_error(record.result)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UndecodableRecord(f"not a result record: {error}") from error
 
 
 def _decode_error(raw: msgspec.Raw) -> JobError:
