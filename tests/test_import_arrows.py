@@ -37,6 +37,7 @@ IMPORTED = {
     "tidemill_producer.embedded": PRODUCER_NEVER,
     "tidemill_producer.batch.session": PRODUCER_NEVER,
     "tidemill_producer.commands.batch": PRODUCER_NEVER,
+    "tidemill_producer.commands.dead": PRODUCER_NEVER,
     "tidemill_producer.commands.demo": PRODUCER_NEVER,
     "tidemill_contracts": FORBIDDEN["tidemill_contracts"],
     "tidemill_contracts.wire": FORBIDDEN["tidemill_contracts.wire"],

@@ -24,6 +24,7 @@ Examples:
   tidemill worker --model ./Qwen3-0.6B                 serve a model from the queue
   tidemill batch in.jsonl out.jsonl --redis redis://127.0.0.1:6379/0
   tidemill batch in.jsonl out.jsonl --embedded ./Qwen3-0.6B
+  tidemill dead list                                   jobs that were given up
 
 `tidemill COMMAND --help` explains one command.
 """
