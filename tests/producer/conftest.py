@@ -42,6 +42,9 @@ if ARGV[4] == '1' then
     redis.call('PEXPIRE', stream, {keys.REPLY_TTL_MS})
   end
 end
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  redis.call('DEL', KEYS[1] .. ':load', KEYS[1] .. ':tenants')
+end
 """
 
 

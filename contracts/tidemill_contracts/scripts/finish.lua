@@ -8,7 +8,6 @@ for i = 1, #ARGV, 6 do
     ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5]
   local open = redis.call('EXISTS', RESULT_PREFIX .. id) == 0 and holds(id, token)
   if open then
-    redis.call('ZREM', suspects, id)
     local letter = last_try ~= '' and redis.call('EXISTS', JOB_PREFIX .. id) == 1
     if letter then
       uncount(id)

@@ -59,12 +59,14 @@ local function reply_of(job_key)
   return string.sub(tail, found + 11, found + 10 + string.byte(tail, found + 10))
 end
 
--- Whether the caller's claim on a job is the last one, and no stock arq worker has it.
+-- Whether the caller's claim on a job is the last one, and no stock arq worker has it. A job whose
+-- lease has run out is no suspect any more once its worker speaks up: `true, true` where it was.
 local function holds(id, token)
   local holder = redis.call('HGET', holders, id)
   if not holder or string.sub(holder, 1, #token) ~= token then return false end
   local owner = redis.call('GET', IN_PROGRESS_PREFIX .. id)
-  return (not owner or owner == token) and redis.call('ZSCORE', queue, id) ~= false
+  if owner and owner ~= token or not redis.call('ZSCORE', queue, id) then return false end
+  return true, not owner and redis.call('ZREM', suspects, id) == 1
 end
 
 -- Adds a piece to a job's progress, of which the caller knows so many pieces; 0 begins it anew.
@@ -87,11 +89,11 @@ local function remember_try(id, entry)
   redis.call('PEXPIRE', HISTORY_PREFIX .. id, RETRY_TTL_MS)
 end
 
--- Takes a job out of all that counts jobs.
+-- Takes a job out of all that counts jobs; `settle_load` writes down what that comes to.
+local freed_bytes, has_tenants = 0, redis.call('EXISTS', tenants) == 1
 local function uncount(id)
-  local bytes = redis.call('STRLEN', JOB_PREFIX .. id)
-  if bytes > 0 then redis.call('HINCRBY', load, 'bytes', -bytes) end
-  local tenant = redis.call('HGET', tenants, id)
+  freed_bytes = freed_bytes + redis.call('STRLEN', JOB_PREFIX .. id)
+  local tenant = has_tenants and redis.call('HGET', tenants, id)
   if tenant then
     redis.call('HDEL', tenants, id)
     if redis.call('HINCRBY', load, '=' .. tenant, -1) <= 0 then
@@ -120,5 +122,9 @@ end
 
 -- Counts drift where a stock arq worker ends jobs: an empty queue sets them right.
 local function settle_load()
-  if redis.call('EXISTS', queue) == 0 then redis.call('DEL', load, tenants) end
+  if redis.call('EXISTS', queue) == 0 then
+    redis.call('DEL', load, tenants)
+  elseif freed_bytes > 0 then
+    redis.call('HINCRBY', load, 'bytes', -freed_bytes)
+  end
 end
