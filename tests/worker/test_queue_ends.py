@@ -21,7 +21,7 @@ from tidemill_contracts import keys
 from tidemill_contracts.wire import ErrorCode, GenerationJob, JobFailed
 from tidemill_contracts.wire.arq_format import GENERATE, deserializer, serializer
 from tidemill_producer import Cancellation, JobState, Producer
-from tidemill_worker.queue import MAX_RECORD_BYTES, JobQueue
+from tidemill_worker.queue import MAX_RECORD_BYTES, JobQueue, Piece
 
 __all__ = ["gate"]
 
@@ -143,6 +143,21 @@ async def test_a_suspect_runs_alone_and_its_neighbours_do_not_die_twice(
                 assert (await producer.result(f"new-{n}", timeout=20)).text == "done"
     assert most == 1
     assert gate.started[:3] == ["old-0", "old-1", "old-2"]
+
+
+async def test_a_suspect_stays_one_when_its_late_worker_only_tells_of_progress(
+    redis: Redis, push: Push
+) -> None:
+    late, other = (JobQueue(redis, QUEUE, lease_ms=60_000) for _ in range(2))
+    await push("a", due_in_ms=-2_000)
+    await push("b")
+    first, second = (await late.claim(2)).claims
+    await pass_time(redis, QUEUE, 61_000)
+    assert [claim.id for claim in (await other.claim(2)).claims] == ["a"]
+    assert await late.checkpoint([Piece(first, 0, b"x"), Piece(second, 0, b"x")]) == [False, True]
+    third = JobQueue(redis, QUEUE, lease_ms=60_000)
+    assert [(claim.id, claim.suspect) for claim in (await third.claim(2)).claims] == [("b", True)]
+    assert await late.renew([second]) == {"b"}
 
 
 async def test_a_busy_worker_empties_itself_for_a_suspect(

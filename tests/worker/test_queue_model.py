@@ -30,7 +30,7 @@ from tidemill_contracts.wire.arq_format import decode_job_record, encode_result_
 from tidemill_producer import Admission, Cancellation, JobConflict, Producer
 from tidemill_producer.embedded import EmbeddedRedis
 from tidemill_producer.jobs import read_status
-from tidemill_worker.queue import Claim, Finished, JobQueue, Release
+from tidemill_worker.queue import Claim, Finished, JobQueue, Piece, Release
 
 QUEUE = "queue"
 LEASE_S, DELAY_S = 65, 45
@@ -222,6 +222,12 @@ class QueueMachine(RuleBasedStateMachine):
         for job_id in lost:
             del held[job_id]
 
+    @rule(worker=st.integers(0, WORKERS - 1))
+    def checkpoint(self, worker: int) -> None:
+        claims = list(self.held[worker].values())
+        added = self.run(self.queues[worker].checkpoint([Piece(c, 0, b"piece") for c in claims]))
+        assert added == [self.is_holder(claim) for claim in claims]
+
     def is_holder(self, claim: Claim) -> bool:
         job = self.model.live.get(claim.id)
         return job is not None and job.token == claim.token
@@ -342,7 +348,7 @@ class QueueMachine(RuleBasedStateMachine):
         load = {name: int(count) for name, count in found["load"].items()}
         assert load.pop("bytes", 0) == found["bytes"]
         assert set(load) <= {f"={job.tenant}" for job in live.values()}
-        per_job = ("JOB", "RETRY", "IN_PROGRESS", "HISTORY")
+        per_job = ("JOB", "RETRY", "IN_PROGRESS", "HISTORY", "PROGRESS")
         prefixes = tuple(getattr(keys, f"{name}_PREFIX") for name in per_job)
         of_jobs = {key for key in found["keys"] if key.startswith(prefixes)}
         assert {key.rpartition(":")[2] for key in of_jobs} <= set(live), "left over"

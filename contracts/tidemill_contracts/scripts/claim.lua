@@ -54,6 +54,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now_ms, 'LIMIT',
       number = tries, worker = worker or '', started_ms = tonumber(since or 0), ended_ms = now_ms,
       error = 'worker_died',
     }))
+    redis.call('DEL', IN_PROGRESS_PREFIX .. id)
     redis.call('ZADD', suspects, tries >= max_tries and 0 or now_ms, id)
     redis.call('ZADD', queue, now_ms + HOLD_MS, id)
   end

@@ -6,8 +6,10 @@ local written = {}
 for i = 1, #ARGV, 6 do
   local id, token, record, ttl_ms, reply, last_try =
     ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5]
-  local open = redis.call('EXISTS', RESULT_PREFIX .. id) == 0 and holds(id, token)
+  local mine, late = holds(id, token)
+  local open = mine and redis.call('EXISTS', RESULT_PREFIX .. id) == 0
   if open then
+    if late then redis.call('ZREM', suspects, id) end
     local letter = last_try ~= '' and redis.call('EXISTS', JOB_PREFIX .. id) == 1
     if letter then
       uncount(id)

@@ -59,14 +59,14 @@ local function reply_of(job_key)
   return string.sub(tail, found + 11, found + 10 + string.byte(tail, found + 10))
 end
 
--- Whether the caller's claim on a job is the last one, and no stock arq worker has it. A job whose
--- lease has run out is no suspect any more once its worker speaks up: `true, true` where it was.
+-- Whether the caller's claim on a job is the last one, and no stock arq worker has it; then also
+-- whether its lease has run out, so that it may be among the suspects.
 local function holds(id, token)
   local holder = redis.call('HGET', holders, id)
   if not holder or string.sub(holder, 1, #token) ~= token then return false end
   local owner = redis.call('GET', IN_PROGRESS_PREFIX .. id)
   if owner and owner ~= token or not redis.call('ZSCORE', queue, id) then return false end
-  return true, not owner and redis.call('ZREM', suspects, id) == 1
+  return true, not owner
 end
 
 -- Adds a piece to a job's progress, of which the caller knows so many pieces; 0 begins it anew.

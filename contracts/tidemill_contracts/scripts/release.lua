@@ -9,7 +9,9 @@ local released = 0
 for i = 1, #ARGV, 9 do
   local id, token, score, delay, refund, suspect, entry =
     ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], ARGV[i + 6]
-  if holds(id, token) then
+  local mine, late = holds(id, token)
+  if mine then
+    if late then redis.call('ZREM', suspects, id) end
     if tonumber(delay) > 0 then
       score = now_ms + delay
     elseif suspect == '1' then

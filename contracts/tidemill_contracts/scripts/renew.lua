@@ -4,11 +4,11 @@ local lease_ms = tonumber(ARGV[1])
 local lost = {}
 for i = 2, #ARGV, 2 do
   local id, token = ARGV[i], ARGV[i + 1]
-  local mine, was_suspect = holds(id, token)
+  local mine, late = holds(id, token)
   if mine then
     -- A lease that ran out while nobody else was there to claim the job is taken up again, and
     -- its worker has not died after all.
-    if was_suspect then redis.call('RPOP', HISTORY_PREFIX .. id) end
+    if late and redis.call('ZREM', suspects, id) == 1 then redis.call('RPOP', HISTORY_PREFIX .. id) end
     redis.call('SET', IN_PROGRESS_PREFIX .. id, token, 'PX', lease_ms)
     redis.call('ZADD', queue, now_ms + lease_ms, id)
     redis.call('ZADD', leases, now_ms + lease_ms, id)
