@@ -85,7 +85,7 @@ class Calls:
 
     def _count(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
         self.places.append(sum(len(chunk.told) for chunk in chunks))
-        self.rows.update(chunk.row for chunk in chunks)
+        self.rows.update(chunk.row for chunk in chunks if chunk.told)
         if len(self.places) == self.loses_at:
             raise KVCacheLost("planted restart")
         return self._score(chunks, tables)

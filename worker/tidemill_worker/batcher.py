@@ -77,6 +77,8 @@ class Batcher:
             max_model_len=runner.runtime.max_seq_len,
             prefix_caching=config.prefix_caching,
             target_tpot_s=None if config.target_tpot_ms is None else config.target_tpot_ms / 1000,
+            max_drafts=_max_drafts(config, runner),
+            max_logit_rows=runner.max_logit_rows,
         )
         self._engine = Engine(
             runner,
@@ -318,6 +320,19 @@ def _load(config: WorkerConfig) -> tuple[ModelRunner, TextModel, str]:
         runner = ModelRunner.load(model_dir, options)
         text = loading.result()
     return runner, text, hash_model(runner.model, text)
+
+
+def _max_drafts(config: WorkerConfig, runner: ModelRunner) -> int:
+    """Most tokens to guess ahead of a row in a step."""
+    if config.speculate and runner.lacks("score"):
+        logger.warning(
+            "no speculation: the contract %s lacks the capability `prompt_logits`",
+            runner.contract.model,
+        )
+        return 0
+    if config.speculate and not runner.same_in_chunks:
+        logger.info("speculation: in bfloat16 these kernels may decide near ties otherwise with it")
+    return config.speculate
 
 
 def _characters(job: GenerationJob) -> int:

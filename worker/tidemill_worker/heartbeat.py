@@ -66,6 +66,8 @@ class Heartbeat:
             prompt_tokens=stats.prompt_tokens,
             completion_tokens=stats.completion_tokens,
             cached_tokens=stats.cached_tokens,
+            draft_tokens=stats.draft_tokens,
+            accepted_draft_tokens=stats.accepted_draft_tokens,
             jobs_done=jobs_done,
             jobs_failed=jobs_failed,
             started_at=self._started_at,

@@ -152,6 +152,8 @@ def make_result(
             cached_tokens=first_row.cached,
             reasoning_tokens=sum(row.thinking.written for row in rows if row.thinking),
             resumed_tokens=sum(row.resumed for row in rows),
+            draft_tokens=sum(row.draft_tokens for row in rows),
+            accepted_draft_tokens=sum(row.accepted_draft_tokens for row in rows),
         ),
         timings=Timings(
             queued_ms=_since_enqueued(first_row, min(row.scheduled_at for row in rows)),

@@ -95,6 +95,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_caching: Annotated[
         bool, Meta(description="Share the KV cache of common prefixes between jobs.")
     ] = True
+    speculate: Annotated[
+        int, Meta(ge=0, le=64, description="Most tokens to guess ahead of a job in a step.")
+    ] = 0
     default_max_tokens: Annotated[
         int, Meta(ge=1, description="Tokens to generate where a job does not say.")
     ] = 1024

@@ -154,9 +154,9 @@ class StaticArgs(Protocol):
 class CompiledStage(Protocol):
     """Runs one stage: takes the ABI tuple, writes into its out and inout tensors.
 
-    A prefill stage may have a true attribute ``decodes_along``: decode rows cost no more as chunks
-    of one token beside others than in a decode step, and give the same. Then a step that has both
-    is one call, which reads the weights once.
+    Prefill and score may have a true attribute ``decodes_along``: decode rows cost no more as
+    chunks of one token beside others than in a decode step, and any chunk gives the same bits. Then
+    a step that has both is one call, which reads the weights once.
     """
 
     def __call__(self, *args: Tensor) -> None: ...

@@ -32,6 +32,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     resumed_tokens: int = 0
     """Of the completion, those that workers before the one that answered had generated: it went
     on from there."""
+    draft_tokens: int = 0
+    """Guesses of the completion's tokens that were computed ahead of them."""
+    accepted_draft_tokens: int = 0
+    """Of the completion, those that took no step of their own because a guess was right."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache saved from being computed."""
+    draft_tokens: int = 0
+    """Tokens that were guessed and computed ahead."""
+    accepted_draft_tokens: int = 0
+    """Completion tokens that took no step of their own, because a guess was right."""
     jobs_done: int
     jobs_failed: int
     started_at: float

@@ -8,7 +8,7 @@ was never written answers wrongly.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,9 +29,16 @@ GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 
 def next_token(tokens: Sequence[int]) -> int:
+    """A hash of all tokens decides, mostly to go on as after the latest place of the last one: so
+    rows repeat themselves, with slips."""
     value = 7
     for token in tokens:
         value = (value * 31 + int(token) + 1) % 1_000_003
+    last = int(tokens[-1])
+    if value % 5:
+        for place in range(len(tokens) - 2, -1, -1):
+            if tokens[place] == last:
+                return int(tokens[place + 1])
     return value % VOCAB
 
 
@@ -75,7 +82,7 @@ class FakeRunner:
         self.decodes_along = False
         self.sampling_kernels = None
         self.told: list[tuple[Row, int]] = []
-        """Every row and place that `score` has told of."""
+        """Every row and place of a prompt that `score` has told of."""
         self.raise_for: Callable[[Row], bool] = lambda row: False
         self.nan_for: Callable[[Row, int], bool] = lambda row, place: False
         self.on_call: Callable[[int, int], None] = lambda rows, tokens: None
@@ -87,16 +94,14 @@ class FakeRunner:
         assert (pages >= 0).all(), "a position has no page"
         return pages * self.page_size + positions % self.page_size
 
-    def _compute(
-        self, row: Row, tables: BlockTables, length: int, places: Iterable[int] = ()
-    ) -> Tensor:
-        """The logits of these places, of the last token where there are none."""
-        end = row.computed + length
-        self.cache[self._slots(row, tables, row.computed, end)] = row.token_ids[row.computed : end]
+    def _compute(self, chunk: Chunk, tables: BlockTables) -> Tensor:
+        """The logits of the chunk's places."""
+        row = chunk.row
+        end = row.computed + chunk.size
+        self.cache[self._slots(row, tables, row.computed, end)] = chunk.token_ids
         seen = self.cache[self._slots(row, tables, 0, end)]
-        places = list(places) or [end - 1]
-        logits = torch.zeros(len(places), VOCAB)
-        for line, place in enumerate(places):
+        logits = torch.zeros(len(chunk.places), VOCAB)
+        for line, place in enumerate(chunk.places):
             value = torch.nan if self.nan_for(row, place) else 1.0
             logits[line, next_token(seen[: place + 1])] = value
         return logits
@@ -106,28 +111,28 @@ class FakeRunner:
         self.on_call(len(rows), len(rows))
         if any(self.raise_for(row) for row in rows):
             raise RuntimeError("planted fault")
-        return torch.cat([self._compute(row, tables, 1) for row in rows])
+        return torch.cat([self._compute(Chunk(row, 1), tables) for row in rows])
 
     def prefill(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
-        tokens = sum(chunk.length for chunk in chunks)
+        tokens = sum(chunk.size for chunk in chunks)
         assert tokens <= self.max_step_tokens
         self.on_call(len(chunks), tokens)
-        assert not any(chunk.told for chunk in chunks)
+        assert not any(chunk.told or chunk.drafts for chunk in chunks)
         if any(self.raise_for(chunk.row) for chunk in chunks):
             raise RuntimeError("planted fault")
-        return torch.cat([self._compute(c.row, tables, c.length) for c in chunks])
+        return torch.cat([self._compute(chunk, tables) for chunk in chunks])
 
     def score(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
-        tokens = sum(chunk.length for chunk in chunks)
+        tokens = sum(chunk.size for chunk in chunks)
         assert tokens <= self.max_step_tokens
         self.on_call(len(chunks), tokens)
-        assert all(chunk.told for chunk in chunks)
+        assert any(chunk.told or chunk.drafts for chunk in chunks)
+        assert sum(len(chunk.places) for chunk in chunks) <= self.max_logit_rows
         told = [(chunk.row, place) for chunk in chunks for place in chunk.told]
-        assert len(told) <= self.max_logit_rows
         if any(self.raise_for(chunk.row) for chunk in chunks):
             raise RuntimeError("planted fault")
         self.told += told
-        return torch.cat([self._compute(c.row, tables, c.length, c.told) for c in chunks])
+        return torch.cat([self._compute(chunk, tables) for chunk in chunks])
 
 
 class Bench:
@@ -141,6 +146,7 @@ class Bench:
         max_rows: int = 4,
         max_step_tokens: int = 16,
         target_tpot_s: float | None = None,
+        max_drafts: int = 0,
         clock: Clock | None = None,
     ) -> None:
         self.pool = PagePool(pages, page_size)
@@ -150,6 +156,8 @@ class Bench:
             max_step_tokens=max_step_tokens,
             max_model_len=256,
             target_tpot_s=target_tpot_s,
+            max_drafts=max_drafts,
+            max_logit_rows=8,
         )
         self.runner = FakeRunner(self.pool, max_rows, self.scheduler.max_step_tokens)
         self.delivered: list[Row] = []

@@ -251,7 +251,7 @@ def test_an_aborted_row_ends_as_cancelled_and_frees_its_pages() -> None:
 def test_a_bug_in_the_loop_is_reported_and_ends_the_thread() -> None:
     threaded = _Threaded()
 
-    def broken() -> None:
+    def broken(**_: object) -> None:
         raise RuntimeError("planted bug")
 
     threaded.bench.scheduler.plan = broken  # type: ignore[method-assign,assignment]

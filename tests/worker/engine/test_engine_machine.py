@@ -85,18 +85,19 @@ class StrictRunner:
     def decode(self, rows: Sequence[Row], tables: BlockTables) -> Tensor:
         assert len(rows) <= self.scheduler.max_rows
         self._begin(len(rows), len(rows))
-        return self._logits(self._compute(row, tables, 1) for row in rows)
+        return self._logits(self._compute(Chunk(row, 1), tables) for row in rows)
 
     def prefill(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
-        assert not any(chunk.told for chunk in chunks)
-        self._begin(len(chunks), sum(chunk.length for chunk in chunks))
-        return self._logits(self._compute(c.row, tables, c.length) for c in chunks)
+        assert not any(chunk.told or chunk.drafts for chunk in chunks)
+        self._begin(len(chunks), sum(chunk.size for chunk in chunks))
+        return self._logits(self._compute(chunk, tables) for chunk in chunks)
 
     def score(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
         told = [(chunk.row, place) for chunk in chunks for place in chunk.told]
-        assert 0 < len(told) <= self.max_logit_rows
-        self._begin(len(chunks), sum(chunk.length for chunk in chunks))
-        logits = self._logits(self._compute(c.row, tables, c.length, c.told) for c in chunks)
+        assert any(chunk.told or chunk.drafts for chunk in chunks)
+        assert sum(len(chunk.places) for chunk in chunks) <= self.max_logit_rows
+        self._begin(len(chunks), sum(chunk.size for chunk in chunks))
+        logits = self._logits(self._compute(chunk, tables) for chunk in chunks)
         self.told.update(told)
         return logits
 
@@ -113,10 +114,11 @@ class StrictRunner:
             raise OUT_OF_MEMORY[tokens % len(OUT_OF_MEMORY)]
         self.clock.now += 0.001 * rows + 0.0005 * tokens + 0.004
 
-    def _compute(
-        self, row: Row, tables: BlockTables, length: int, places: Iterable[int] = ()
-    ) -> list[int | None]:
-        start, end = row.computed, row.computed + length
+    def _compute(self, chunk: Chunk, tables: BlockTables) -> list[int | None]:
+        row, start = chunk.row, chunk.row.computed
+        end = start + chunk.size
+        token_ids = [*row.token_ids[:start], *chunk.token_ids]
+        assert end < row.max_len, "the last token of a row is never computed"
         size = self.scheduler.pool.page_size
         pages = tables.array[row.table_index, : -(-end // size)].astype(np.int64)
         assert (pages >= 0).all(), "a position has no page"
@@ -126,18 +128,16 @@ class StrictRunner:
             raise KVCacheLost("planted restart")
         if end > self.raises_at.get(row, MAX_LEN):
             raise RuntimeError("planted fault")
-        self.tokens[new] = row.token_ids[start:end]
+        self.tokens[new] = token_ids[start:]
         salt = len(row.cache_salt)
         self.salts[new] = salt
         self.life[new] = self.losses
         self.spoilt[new] = np.arange(start, end) >= self.spoils_at.get(row, MAX_LEN)
         assert (self.salts[slots] == salt).all(), "a page crossed salts"
-        assert self.tokens[slots].tolist() == row.token_ids[:end], "a page of something else"
+        assert self.tokens[slots].tolist() == token_ids, "a page of something else"
         return [
-            None
-            if self.spoilt[slots[: place + 1]].any()
-            else next_token(row.token_ids[: place + 1])
-            for place in list(places) or [end - 1]
+            None if self.spoilt[slots[: place + 1]].any() else next_token(token_ids[: place + 1])
+            for place in chunk.places
         ]
 
 
@@ -150,11 +150,13 @@ class EngineMachine(RuleBasedStateMachine):
     pinned = 0
     starved = 0
     limited = 0
+    drafted = 0
+    accepted = 0
 
     @classmethod
     def missed(cls) -> list[str]:
         """What has never happened yet."""
-        kinds = ("reused", "preempted", "pinned", "starved", "limited")
+        kinds = ("reused", "preempted", "pinned", "starved", "limited", "drafted", "accepted")
         return [kind for kind in kinds if not getattr(cls, kind)]
 
     @initialize(
@@ -162,6 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_rows=st.integers(1, 6),
         max_step_tokens=st.integers(1, 40),
         max_logit_rows=st.integers(1, 12),
+        max_drafts=st.integers(0, 8),
         decodes_along=st.booleans(),
         prefix_caching=st.sampled_from([True, True, True, False]),
         page_hash=st.sampled_from(HASHES),
@@ -173,6 +176,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_rows: int,
         max_step_tokens: int,
         max_logit_rows: int,
+        max_drafts: int,
         decodes_along: bool,
         prefix_caching: bool,
         page_hash: Callable[[object], int],
@@ -186,6 +190,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_model_len=MAX_LEN,
             prefix_caching=prefix_caching,
             target_tpot_s=target_tpot_s,
+            max_drafts=max_drafts,
+            max_logit_rows=max_logit_rows,
         )
         if prefix_caching:
             self.scheduler.cache = PrefixCache(self.pool, page_hash=page_hash)
@@ -207,9 +213,13 @@ class EngineMachine(RuleBasedStateMachine):
         plan, evict = self.scheduler.plan, self.pool.evict
         limit = self.scheduler._prefill_share.limit
 
-        def remember() -> StepPlan:
+        def remember(*, may_draft: bool) -> StepPlan:
             cost = self.scheduler.step_time.cost
-            self.plan = plan()
+            preempted = sum(row.preemptions for row in self.rows)
+            self.plan = plan(may_draft=may_draft)
+            if sum(row.preemptions for row in self.rows) > preempted:
+                assert not self.plan.drafts, "a guess took what a row was preempted for"
+            EngineMachine.drafted += self.plan.draft_tokens
             if target_tpot_s is not None and cost is not None and self.decode_rows:
                 prefill = self.plan.tokens - self.decode_rows
                 seconds = cost.seconds(self.plan.rows, self.plan.tokens)
@@ -335,6 +345,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.scheduler.cache._progress
         assert self.scheduler.line.tokens == self.scheduler.line.room == 0
         EngineMachine.reused += self.scheduler.cached_tokens
+        EngineMachine.accepted += self.engine.stats.accepted_draft_tokens
         EngineMachine.preempted += sum(row.preemptions - row.restarts for row in self.rows)
         EngineMachine.starved += sum(
             row.error is not None and row.error.code == ErrorCode.OUT_OF_MEMORY for row in self.rows
@@ -361,6 +372,8 @@ class EngineMachine(RuleBasedStateMachine):
         expected = np.full_like(tables.array, UNUSED)
         for row in self.scheduler.running:
             expected[row.table_index, : len(row.pages)] = row.pages
+            assert len(row.pages) <= pool.pages_for(row.max_len - 1)
+            assert row.ended or row.remaining >= 1
         assert (tables.array == expected).all(), "block tables and pages disagree"
         cache, line = self.scheduler.cache, self.scheduler.line
         if cache._enabled:
@@ -371,6 +384,7 @@ class EngineMachine(RuleBasedStateMachine):
         output = list(row.output_token_ids)
         assert output == expected_tokens(prompt, len(output))
         self._check_told(row, prompt)
+        assert 0 <= row.accepted_draft_tokens <= min(row.draft_tokens, row.generated)
         assert row.preemptions - row.restarts <= MAX_PREEMPTIONS
         assert row.restarts <= self.runner.losses, "a lost page was used after the loss was known"
         if row.error is None:

@@ -183,3 +183,24 @@ def test_the_eta_is_near_the_time_that_the_rows_then_take() -> None:
     assert eta_s == pytest.approx(clock.now - started, rel=0.3)
     assert then == pytest.approx(clock.now - half_way, rel=0.3)
     assert bench.engine.eta_s == 0.0
+
+
+def test_what_a_draft_costs_is_learnt_apart_from_a_token_of_a_prompt() -> None:
+    model = StepTimeModel()
+    for step in range(64):
+        drafts = step % 5
+        model.observe(8, 8 + drafts, 0.040 + 0.001 * 8 + 0.003 * drafts, drafts)
+        model.observe(8, 300, 0.040 + 0.001 * 300)
+    assert model.decode_cost is not None
+    assert model.decode_cost.per_token == pytest.approx(0.003, rel=0.05)
+    assert len(model._mixed) == 64
+
+
+def test_a_step_in_which_nothing_ran_tells_nothing() -> None:
+    model = StepTimeModel()
+    for _ in range(40):
+        model.observe(0, 0, 0.001)
+        model.observe(1, 50, 0.06)
+    assert model.cost is not None
+    assert model.decode_cost is None
+    assert model.cost.seconds(1, 50) == pytest.approx(0.06, rel=0.05)

@@ -33,10 +33,11 @@ class Budget:
             return int(spare_s / self.cost.per_token)
         return self.tokens
 
-    def take(self, length: int) -> None:
+    def take(self, length: int, rows: int = 1) -> None:
+        """Spends so many tokens; of 0 rows where it is more of one that is in the step anyway."""
         self.tokens -= length
         if self.cost is not None:
-            self.spare_s -= self.cost.seconds(1, length, steps=0)
+            self.spare_s -= self.cost.seconds(rows, length, steps=0)
 
 
 class PrefillShare:

@@ -10,8 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -57,8 +57,8 @@ class Runner(Protocol):
         """Of each chunk's last token."""
 
     def score(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
-        """Of the places that each chunk tells of, chunk after chunk. Only called for rows that
-        ask for log probabilities of their prompt."""
+        """Of all places of each chunk whose logits are needed, chunk after chunk. Only called
+        where these are more than the last ones."""
 
 
 @dataclass(slots=True)
@@ -69,6 +69,10 @@ class EngineStats:
     row_steps: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    draft_tokens: int = 0
+    """Tokens that were guessed and computed along with a row's last one."""
+    accepted_draft_tokens: int = 0
+    """Completion tokens that took no step of their own, because a guess was right."""
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache saved from being computed."""
     last_step_at: float = 0.0
@@ -192,21 +196,24 @@ class Engine:
     def step(self) -> None:
         """Runs one step and delivers the rows that ended in it."""
         self._expire()
-        plan = self.scheduler.plan()
+        # Where memory is short, none of it is for guesses.
+        short = self._decode_limit.tokens or self._prefill_limit.tokens
+        plan = self.scheduler.plan(may_draft=not short)
         now = self._clock()
         for row in (*plan.decode, *(chunk.row for chunk in plan.prefill)):
             row.scheduled_at = row.scheduled_at or now
         self._troubled = False
         started = self._timer()
         with torch.inference_mode():
-            decode = [Chunk(row, 1) for row in plan.decode]
-            if plan.prefill and self._runner.decodes_along:
+            decode = [Chunk(row, 1, plan.drafts.get(row, ())) for row in plan.decode]
+            if plan.drafts or (plan.prefill and self._runner.decodes_along):
                 self._run_chunks([*decode, *plan.prefill])
             else:
                 self._run_decode(decode)
                 self._run_chunks(plan.prefill)
         if not self._troubled:
-            self.scheduler.step_time.observe(plan.rows, plan.tokens, self._timer() - started)
+            taken = self._timer() - started
+            self.scheduler.step_time.observe(plan.rows, plan.tokens, taken, plan.draft_tokens)
             self._decode_limit.ease()
             self._prefill_limit.ease()
         self._count(plan)
@@ -220,33 +227,38 @@ class Engine:
 
     def _run_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Runs chunks to their ends, in as few calls as memory lets it."""
-        left = {chunk.row: chunk.length for chunk in chunks}
+        left = list(chunks)
         while left:
-            part = self._tellable(left)
+            part, left = self._tellable(left)
             self._run_prefill(part)
-            for chunk in part:
-                left[chunk.row] -= chunk.length
             # A row may have failed, or lost its K and V and gone back in line.
-            left = {row: length for row, length in left.items() if length and _runs(row)}
+            left = [chunk for chunk in left if _runs(chunk.row)]
 
-    def _tellable(self, left: Mapping[Row, int]) -> list[Chunk]:
-        """As much of what is left as tells of no more places than one call of score may."""
+    def _tellable(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+        """As much of the chunks as tells of no more places than one call of score may, and what
+        is left."""
         room = self._runner.max_logit_rows
         part: list[Chunk] = []
-        for row, length in left.items():
-            over = max(0, len(Chunk(row, length).told) - room)
-            if length > over:
-                part.append(Chunk(row, length - over))
-                room -= len(part[-1].told)
-        return part
+        left: list[Chunk] = []
+        for chunk in chunks:
+            over = max(0, len(chunk.told) - room)
+            if chunk.length > over:
+                part.append(replace(chunk, length=chunk.length - over))
+                room -= len(part[-1].places) if _is_scored(part[-1]) else 0
+            if over:
+                left.append(Chunk(chunk.row, over))
+        return part, left
 
     def _run_prefill(self, chunks: Sequence[Chunk]) -> None:
         for part in _parts(chunks, self._prefill_limit):
             # What an earlier part was to compute of the same row may have failed.
             left = [chunk for chunk in part if _runs(chunk.row)]
-            telling = [chunk for chunk in left if chunk.told]
-            self._call("prefill", [chunk for chunk in left if not chunk.told])
-            self._call("score", telling)
+            plain = [chunk for chunk in left if not _is_scored(chunk)]
+            scored = [chunk for chunk in left if _is_scored(chunk)]
+            if scored and sum(len(chunk.places) for chunk in left) <= self._runner.max_logit_rows:
+                plain, scored = [], left  # one pass over the weights
+            self._call("prefill", plain)
+            self._call("score", scored)
 
     def _call(self, phase: Phase, chunks: Sequence[Chunk]) -> None:
         """Computes the chunks, tells of their prompts where asked, and samples where that reaches
@@ -256,18 +268,26 @@ class Engine:
         kernels = self._runner.sampling_kernels
         try:
             told: list[list[TokenLogprobs] | None] = [[] for _ in chunks]
+            drafted: list[tuple[Chunk, Tensor]] = []
             if phase == "decode":
                 logits = self._runner.decode([c.row for c in chunks], self.scheduler.tables)
             elif phase == "prefill":
                 logits = self._runner.prefill(chunks, self.scheduler.tables)
             else:
                 places = self._runner.score(chunks, self.scheduler.tables)
-                ends = list(accumulate(len(chunk.told) for chunk in chunks))
+                ends = list(accumulate(len(chunk.places) for chunk in chunks))
                 told = [
-                    _tell(chunk, places[end - len(chunk.told) : end], kernels)
+                    _tell(chunk, places[end - len(chunk.told) : end], kernels) if chunk.told else []
                     for chunk, end in zip(chunks, ends, strict=True)
                 ]
-                logits = places[[end - 1 for end in ends]]
+                drafted = [
+                    (chunk, places[end - len(chunk.drafts) : end])
+                    for chunk, end in zip(chunks, ends, strict=True)
+                    if chunk.drafts
+                ]
+                logits = places[
+                    [end - 1 - len(c.drafts) for c, end in zip(chunks, ends, strict=True)]
+                ]
             done = [
                 i
                 for i, chunk in enumerate(chunks)
@@ -290,6 +310,42 @@ class Engine:
             chunk.row.prompt_logprobs += entries or []
             chunk.row.computed += chunk.length
         self._append([chunks[i].row for i in chosen], list(chosen.values()))
+        self._verify(drafted)
+
+    def _verify(self, drafted: Sequence[tuple[Chunk, Tensor]]) -> None:
+        """Samples on while a row's latest token is the one that was guessed, from the logits
+        ``[drafts, vocabulary]`` after each of its drafts.
+
+        What goes wrong here goes wrong again, and is dealt with, where the next step computes the
+        same without a guess.
+        """
+        for chunk, _ in drafted:
+            chunk.row.draft_tokens += len(chunk.drafts)
+            self.stats.draft_tokens += len(chunk.drafts)
+        for place in range(max((len(chunk.drafts) for chunk, _ in drafted), default=0)):
+            drafted = [
+                (chunk, logits)
+                for chunk, logits in drafted
+                if place < len(chunk.drafts)
+                and not chunk.row.ended
+                and chunk.row.token_ids[-1] == chunk.drafts[place]
+            ]
+            if not drafted:
+                return
+            try:
+                logits = torch.stack([logits[place] for _, logits in drafted])
+                rows = [chunk.row for chunk, _ in drafted]
+                sampled = sampler.sample(logits, rows, self._runner.sampling_kernels)
+            except Exception as error:
+                logger.warning("drafts are given up, they cannot be sampled", exc_info=error)
+                return
+            chosen = [choice for choice in sampled if choice is not None]
+            drafted = [each for each, choice in zip(drafted, sampled, strict=True) if choice]
+            for chunk, _ in drafted:
+                chunk.row.computed += 1
+                chunk.row.accepted_draft_tokens += 1
+            self.stats.accepted_draft_tokens += len(drafted)
+            self._append([chunk.row for chunk, _ in drafted], chosen)
 
     def _split(self, phase: Phase, chunks: Sequence[Chunk], error: Exception) -> None:
         """Runs the halves of a call that raised, until the bad row is alone.
@@ -297,9 +353,12 @@ class Engine:
         Running a row again is harmless: it writes the same K and V to the same slots.
         """
         run = self._run_decode if phase == "decode" else self._run_prefill
+        tokens = sum(chunk.size for chunk in chunks)
+        drafts = any(chunk.drafts for chunk in chunks)
+        chunks = [replace(chunk, drafts=()) for chunk in chunks]
         if is_out_of_memory(error):
             free_memory_of(error)
-            if (tokens := sum(chunk.length for chunk in chunks)) > 1:
+            if tokens > 1:
                 # No row is at fault, so even a chunk is halved.
                 limit = self._decode_limit if phase == "decode" else self._prefill_limit
                 limit.shrink(tokens)
@@ -309,6 +368,10 @@ class Engine:
                 )  # fmt: skip
                 run(chunks)
                 return
+        elif drafts:
+            # A guess may be at fault, and the step can do without.
+            run(chunks)
+            return
         elif len(chunks) > 1:
             half = len(chunks) // 2
             run(chunks[:half])
@@ -410,6 +473,11 @@ def _parts(chunks: Sequence[Chunk], limit: CallLimit) -> Iterator[Sequence[Chunk
 
 def _runs(row: Row) -> bool:
     return row.table_index >= 0 and not row.ended
+
+
+def _is_scored(chunk: Chunk) -> bool:
+    """Whether more of its logits are needed than the last ones."""
+    return bool(chunk.told or chunk.drafts)
 
 
 def _tell(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tidemill_contracts.keys import PRIORITY_STEP_MS
 from tidemill_contracts.models.contract import Phase
 from tidemill_contracts.wire import FinishReason, JobError, TokenLogprobs
+from tidemill_worker.engine.drafter import Drafter
 from tidemill_worker.engine.grammar import RowGrammar
 from tidemill_worker.engine.output import OutputText, Repetition
 from tidemill_worker.engine.thinking import Thinking
@@ -117,6 +118,12 @@ class Row:
     preemptions: int = field(default=0, init=False)
     restarts: int = field(default=0, init=False)
     """Times that the backend lost its K and V."""
+    drafter: Drafter | None = field(default=None, init=False)
+    """Guesses its tokens, once it decodes where that is asked for."""
+    draft_tokens: int = field(default=0, init=False)
+    """Guessed tokens that were computed."""
+    accepted_draft_tokens: int = field(default=0, init=False)
+    """Those of them that saved the row a step."""
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     """Of the prompt's tokens from the second on, as far as they are told."""

@@ -40,6 +40,11 @@ class ModelRunner:
         self.max_logit_rows = model.runtime.max_logit_rows
         self.decodes_along = model.stages["prefill"].decodes_along
         self.sampling_kernels = model.sampling_kernels
+        score = model.stages.get("score")
+        self.same_in_chunks = model.runtime.deterministic or (
+            score is not None and score.decodes_along
+        )
+        """Whether a row's bits are the same in a decode step and in a chunk of any length."""
         self._width = model.contract.hooks.logits_width(model.config)
         rows = model.runtime.max_batch_size
         self._logits = torch.zeros((rows, self._width), device=model.runtime.device)
@@ -128,20 +133,22 @@ class ModelRunner:
         )
 
     def score(self, chunks: Sequence[Chunk], tables: BlockTables) -> Tensor:
-        """Computes the same; returns float32 ``[places, real vocabulary]`` for the places that each
-        chunk tells of, chunk after chunk."""
+        """Computes the same; returns float32 ``[places, real vocabulary]`` for the places of each
+        chunk whose logits are needed, chunk after chunk, valid until the next call."""
         places = []
         offset = 0
         for chunk in chunks:
             start = offset - chunk.row.computed
-            places.append(np.arange(start + chunk.told.start, start + chunk.told.stop))
-            offset += chunk.length
+            places.append(np.arange(start + chunk.places.start, start + chunk.places.stop))
+            offset += chunk.size
         logit_rows = np.concatenate(places).astype(np.int32)
+        if len(logit_rows) > len(self._logits):
+            # Kept from now on: steps with drafts would touch new memory each time.
+            self._logits = self._logits.new_zeros((self.max_logit_rows, self._width))
         return self._run(
             "score",
             **self._pack(chunks, tables),
-            # Few jobs ask for these, so this much memory is not kept for them.
-            logits=torch.empty((len(logit_rows), self._width), device=self.runtime.device),
+            logits=self._logits[: len(logit_rows)],
             logit_rows=logit_rows,
         )
 
@@ -151,16 +158,16 @@ class ModelRunner:
         """The tokens of all chunks one after another, and where they belong."""
         rows = [chunk.row for chunk in chunks]
         starts = np.fromiter((row.computed for row in rows), np.int32, len(rows))
-        lengths = np.fromiter((chunk.length for chunk in chunks), np.int32, len(rows))
+        lengths = np.fromiter((chunk.size for chunk in chunks), np.int32, len(rows))
         seq_lens = starts + lengths
         block_table = self._block_table(rows, tables, int(seq_lens.max()))
         size = self.runtime.page_size
         input_ids = np.empty(int(lengths.sum()), np.int32)
         slots = np.empty_like(input_ids)
         offset = 0
-        for index, (row, start, end) in enumerate(zip(rows, starts, seq_lens, strict=True)):
+        for index, (chunk, start, end) in enumerate(zip(chunks, starts, seq_lens, strict=True)):
             here = slice(offset, offset + end - start)
-            input_ids[here] = row.token_ids[start:end]
+            input_ids[here] = chunk.token_ids
             positions = np.arange(start, end, dtype=np.int32)
             slots[here] = block_table[index, positions // size] * size + positions % size
             offset = here.stop

@@ -12,11 +12,13 @@ goes first, but only when it and all that run fit to their ends: then nothing is
 A row starts with the pages that others have computed for the same beginning. Where a row
 that prefills is about to complete the next such page, it waits for the next step, so that a
 file of rows with one stem computes it once.
+
+What is left of a step when all that is planned may go to guesses of what decode rows write next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemill_contracts.wire import ErrorCode, JobError
@@ -26,6 +28,7 @@ from tidemill_worker.engine.line import MAX_PREEMPTIONS, WaitingLine
 from tidemill_worker.engine.pages import BlockTables, PagePool
 from tidemill_worker.engine.prefix_cache import PrefixCache
 from tidemill_worker.engine.row import Row
+from tidemill_worker.engine.speculation import Speculator
 from tidemill_worker.engine.steptime import StepTimeModel
 
 _OUTPUT_DECAY = 1 / 16
@@ -39,10 +42,24 @@ _SOUND_ERRORS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `length` tokens of a row's prompt (or, after a preemption, of all it knows)."""
+    """The next `length` tokens of a row's prompt (or, after a preemption, of all it knows).
+
+    Behind its last known token there may be guesses of those that follow.
+    """
 
     row: Row
     length: int
+    drafts: Sequence[int] = ()
+
+    @property
+    def size(self) -> int:
+        """Tokens to compute."""
+        return self.length + len(self.drafts)
+
+    @property
+    def token_ids(self) -> list[int]:
+        start = self.row.computed
+        return [*self.row.token_ids[start : start + self.length], *self.drafts]
 
     @property
     def told(self) -> range:
@@ -53,13 +70,23 @@ class Chunk:
             return range(0)
         return range(max(row.computed, row.untold.start), row.computed + self.length)
 
+    @property
+    def places(self) -> range:
+        """Places whose logits are needed: the last one, and those that are told of or come before
+        a draft."""
+        end = self.row.computed + self.size
+        return self.told or range(end - 1 - len(self.drafts), end)
+
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: decode rows compute one token each, chunks several."""
+    """One step: decode rows compute one token each and what is guessed of the next, chunks
+    several."""
 
     decode: list[Row] = field(default_factory=list)
     prefill: list[Chunk] = field(default_factory=list)
+    drafts: dict[Row, list[int]] = field(default_factory=dict)
+    """Of decode rows; those without any are left out."""
 
     def add(self, row: Row, length: int) -> None:
         """Plans the next `length` tokens of a row."""
@@ -73,8 +100,12 @@ class StepPlan:
         return len(self.decode) + len(self.prefill)
 
     @property
+    def draft_tokens(self) -> int:
+        return sum(map(len, self.drafts.values()))
+
+    @property
     def tokens(self) -> int:
-        return len(self.decode) + sum(chunk.length for chunk in self.prefill)
+        return len(self.decode) + sum(chunk.length for chunk in self.prefill) + self.draft_tokens
 
 
 class Scheduler:
@@ -89,6 +120,8 @@ class Scheduler:
         max_model_len: int,
         prefix_caching: bool = True,
         target_tpot_s: float | None = None,
+        max_drafts: int = 0,
+        max_logit_rows: int = 0,
     ) -> None:
         self.pool = pool
         self.cache = PrefixCache(pool, enabled=prefix_caching)
@@ -104,6 +137,7 @@ class Scheduler:
         self.line = WaitingLine(self.fair)
         self.step_time = StepTimeModel()
         self._prefill_share = PrefillShare(self.step_time, target_tpot_s)
+        self._speculator = Speculator(self.step_time, max_drafts, max_logit_rows)
         self._mean_output: float | None = None
         """Generated tokens of a finished row, the latest ones counting most."""
         self._arrivals = 0
@@ -169,6 +203,7 @@ class Scheduler:
                 self.cache.forget(row)
             else:
                 self.cache.insert(row)
+            self._charge(row, 0)  # for drafts that its last step has accepted
             self._stop(row)
         else:
             self._take_out_of_line(row)
@@ -180,7 +215,7 @@ class Scheduler:
                 row.generated if mean is None else mean + _OUTPUT_DECAY * (row.generated - mean)
             )
 
-    def plan(self) -> StepPlan:
+    def plan(self, *, may_draft: bool = True) -> StepPlan:
         """The next step. Empty only where there is no work."""
         plan = StepPlan()
         self.cache.look_ahead()
@@ -197,6 +232,8 @@ class Scheduler:
         # A row that has just lost its pages must not take them back in the same step.
         if not preempted:
             self._admit(plan, budget)
+            if may_draft and self._speculator.max_drafts:
+                self._draft(plan, budget)
         for row in plan.decode:
             self._charge(row, 1)
         for chunk in plan.prefill:
@@ -292,6 +329,24 @@ class Scheduler:
             plan.add(row, length)
             coming.update(self._keys(Chunk(row, length)))
         self.line.restore()
+
+    def _draft(self, plan: StepPlan, budget: Budget) -> None:
+        """Gives what tokens and pages are left to guesses, and takes neither from anybody."""
+        price = self._speculator.price(max(1, len(plan.decode)))
+        places = self._speculator.max_logit_rows - plan.rows
+        for row in plan.decode:
+            # The last token of a row is never computed.
+            room = max(0, min(budget.room, places, row.max_len - 1 - row.known))
+            drafts = self._speculator.draft(row, price, room)
+            pages = self.pool.pages_for(row.known + len(drafts)) - len(row.pages)
+            # As for a row that starts, a page for each running row is left over.
+            if pages > 0 and self.pool.can_allocate(pages + len(self.running)):
+                self._grow(row, row.known + len(drafts))
+            drafts = drafts[: len(row.pages) * self.pool.page_size - row.known]
+            if drafts:
+                plan.drafts[row] = drafts
+                budget.take(len(drafts), rows=0)
+                places -= len(drafts)
 
     def _can_start(self, row: Row, shared: list[int], *, to_the_end: bool) -> bool:
         """Whether there are pages for a row of which these are cached: for what it computes

@@ -3,6 +3,7 @@
 The model is seconds = per_row · rows + per_token · tokens + per_step, fitted by least squares
 with no negative part. Steps with and without a prefill are remembered apart, so that a long
 stretch of decode steps, which are all alike, does not wipe out what a prompt's token costs.
+Tokens that are guessed, and computed along with a row's last one, make no step a prefill.
 """
 
 from __future__ import annotations
@@ -46,18 +47,24 @@ class StepTimeModel:
     def __init__(self) -> None:
         self.cost: StepCost | None = None
         """As last fitted; ``None`` until there have been a few steps."""
+        self.decode_cost: StepCost | None = None
+        """The same of steps without a prefill alone: a token of theirs has its logits computed, and
+        may be a draft."""
         self._decode: deque[tuple[int, int, float]] = deque(maxlen=WINDOW)
         self._mixed: deque[tuple[int, int, float]] = deque(maxlen=WINDOW)
         self._until_fit = MIN_STEPS
 
-    def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """A step of so many rows and tokens, in all, has taken so long."""
-        steps = self._mixed if tokens > rows else self._decode
+    def observe(self, rows: int, tokens: int, seconds: float, drafts: int = 0) -> None:
+        """A step of so many rows and tokens, drafts among them, has taken so long."""
+        if not rows:
+            return  # all that was to run has ended before
+        steps = self._mixed if tokens - drafts > rows else self._decode
         steps.append((rows, tokens, seconds))
         self._until_fit -= 1
         if self._until_fit == 0:
             self._until_fit = REFIT_EVERY
             self.cost = fit([*self._decode, *self._mixed])
+            self.decode_cost = fit([*self._decode]) if self._decode else None
 
 
 def fit(steps: list[tuple[int, int, float]]) -> StepCost:
