@@ -29,7 +29,8 @@ from tidemill_contracts.wire import (
     TidemillError,
 )
 from tidemill_contracts.wire.progress import Progress, UnfitProgress
-from tidemill_worker.engine.engine import Engine, EngineStats
+from tidemill_worker.engine.calls import EngineStats
+from tidemill_worker.engine.engine import Engine
 from tidemill_worker.engine.pages import PagePool
 from tidemill_worker.engine.row import Row
 from tidemill_worker.engine.runner import ModelRunner

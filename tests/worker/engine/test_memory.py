@@ -13,6 +13,7 @@ import torch
 
 from tests.worker.engine.conftest import Bench, expected_tokens, expected_tops, make_row, tops
 from tidemill_contracts.models.errors import KVCacheLost
+from tidemill_contracts.models.sampling import SamplingKernels
 from tidemill_contracts.wire import ErrorCode
 from tidemill_worker.engine import sampler
 from tidemill_worker.engine.memory import RECOVER_AFTER, CallLimit, is_out_of_memory
@@ -102,7 +103,7 @@ def test_a_limit_is_eased_slowly_and_then_lifted(caplog: pytest.LogCaptureFixtur
     bench.run()
     _check(rows)
     assert memory.failures == failures
-    assert bench.engine._prefill_limit.tokens is None
+    assert bench.engine._calls.prefill_limit.tokens is None
 
 
 def test_a_limit_recovers_in_steps() -> None:
@@ -169,8 +170,10 @@ def test_memory_that_runs_out_in_sampling_draws_the_same_tokens(
 ) -> None:
     sample = sampler.sample
 
-    def short_of_memory(logits: torch.Tensor, rows: list[Row]) -> list[sampler.Sampled]:
-        sampled = sample(logits, rows)  # which changes the logits
+    def short_of_memory(
+        logits: torch.Tensor, rows: list[Row], kernels: SamplingKernels | None
+    ) -> list[sampler.Sampled | None]:
+        sampled = sample(logits, rows, kernels)  # which may change the logits
         if len(rows) > 2:
             raise MemoryError("planted fault")
         return sampled
