@@ -17,6 +17,7 @@ import pytest
 
 PRODUCER_NEVER = ("torch", "arq", "tidemill_worker", "tidemill_contracts.models")
 WIRE_NEVER = ("torch", "arq", "redis", "tidemill_producer", "tidemill_worker")
+CONNECTIONS_NEVER = (*(name for name in WIRE_NEVER if name != "redis"), "tidemill_contracts.models")
 MODELS_NEVER = ("redis", "arq", "tidemill_worker", "tidemill_producer")
 WORKER_NEVER = ("tidemill_producer",)
 
@@ -25,6 +26,7 @@ FORBIDDEN = {
     "tidemill_contracts": WIRE_NEVER,
     "tidemill_contracts.wire": (*WIRE_NEVER, "tidemill_contracts.models"),
     "tidemill_contracts.keys": (*WIRE_NEVER, "tidemill_contracts.models"),
+    "tidemill_contracts.connections": CONNECTIONS_NEVER,
     "tidemill_contracts.models": MODELS_NEVER,
     "tidemill_worker": WORKER_NEVER,
 }
@@ -44,6 +46,8 @@ IMPORTED = {
     "tidemill_contracts.wire.arq_format": FORBIDDEN["tidemill_contracts.wire"],
     "tidemill_contracts.wire.status": FORBIDDEN["tidemill_contracts.wire"],
     "tidemill_contracts.keys": FORBIDDEN["tidemill_contracts.keys"],
+    "tidemill_contracts.urls": FORBIDDEN["tidemill_contracts"],
+    "tidemill_contracts.connections": CONNECTIONS_NEVER,
     "tidemill_contracts.models": MODELS_NEVER,
 }
 

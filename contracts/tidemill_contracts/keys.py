@@ -29,12 +29,19 @@
 | ``tidemill:progress:<id>`` | list of `Progress` | checkpoint, release | until the job ends |
 | ``tidemill:waiters:<id>`` | set of reply streams | a second caller for the job | until it ends |
 | ``tidemill:reply:<producer>`` | stream of ids of finished jobs | finish | ``REPLY_TTL_MS`` |
+| ``tidemill:fence`` | string | a producer that waits for replicas | a minute |
 
 The ``arq:`` keys are arq's own (arq 0.28, ``arq/constants.py``). A job key has no TTL: arq's
 expires a day after *enqueue*, which silently fails whatever has queued for longer.
+
+In a Redis Cluster the keys of one script must share a slot, which follows from what stands in
+braces in a key, its hash tag. So a queue's name has a hash tag there, ``{tidemill:queue}``, and the
+ids of its jobs and producers begin with the same.
 """
 
 from __future__ import annotations
+
+import re
 
 DEFAULT_QUEUE = "tidemill:queue"
 """Not arq's default: a stock arq worker of another application must not take our jobs."""
@@ -51,6 +58,7 @@ DEAD_HISTORY_PREFIX = "tidemill:dead-history:"
 PROGRESS_PREFIX = "tidemill:progress:"
 WAITERS_PREFIX = "tidemill:waiters:"
 REPLY_PREFIX = "tidemill:reply:"
+FENCE = "tidemill:fence"
 
 RESULT_TTL_MS = 24 * 3600 * 1000
 REPLY_TTL_MS = 3600 * 1000
@@ -67,6 +75,23 @@ HOLD_MS = 24 * 3600 * 1000
 arq workers, which know neither tenants nor suspects, until that has passed."""
 MAX_HISTORY = 20
 """Tries that are remembered of a job, the last ones."""
+
+
+def hash_tag(queue: str) -> str:
+    """The part of a queue's name by which a cluster places it, braces included; ``""`` for none."""
+    match = re.search(r"\{[^}]*\}", queue)
+    return match[0] if match is not None and match[0] != "{}" else ""
+
+
+def in_one_slot(queue: str) -> str:
+    """The queue's name as it is in a cluster."""
+    return queue if hash_tag(queue) else f"{{{queue}}}"
+
+
+def tagged(name: str, queue: str) -> str:
+    """The id of a job or a producer, with the queue's hash tag in front where it has one."""
+    tag = hash_tag(queue)
+    return name if name.startswith(tag) else tag + name
 
 
 def job_key(job_id: str) -> str:

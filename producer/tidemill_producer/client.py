@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
@@ -77,6 +77,9 @@ class Producer:
     It belongs to one event loop; any number of tasks may share it. Redis is first contacted by
     the first call. Every method raises `QueueUnavailable` where Redis cannot be reached for
     `patience_s` seconds or refuses; results that are awaited already outlast any outage.
+
+    On a Redis Cluster, and where the queue's name has a part in braces, ids begin with that part:
+    it is put in front where it is missing.
     """
 
     def __init__(
@@ -90,11 +93,11 @@ class Producer:
         from tidemill_producer.connection import Connection
         from tidemill_producer.replies import Replies
 
-        self.queue = queue
-        self._stream = keys.reply_key(uuid.uuid4().hex)
         self._connection = Connection(redis_url, patience_s=patience_s)
-        self._replies = Replies(self._connection, queue, self._stream)
-        self.dead = DeadLetters(self._connection, queue)
+        self.queue = keys.in_one_slot(queue) if self._connection.is_cluster else queue
+        self._stream = keys.reply_key(keys.tagged(uuid.uuid4().hex, self.queue))
+        self._replies = Replies(self._connection, self.queue, self._stream)
+        self.dead = DeadLetters(self._connection, self.queue)
         """Jobs that were given up."""
 
     async def __aenter__(self) -> Producer:
@@ -156,7 +159,7 @@ class Producer:
         made = to_job(job, fields)
         if idempotency_key is not None:
             made = with_key(made, idempotency_key)
-        encoded = encode(made, reply_to=self._stream, due=due_of(delay, run_at))
+        encoded = self._encode(made, due_of(delay, run_at))
         (handle,) = [handle async for handle in self._enqueue([encoded], wait_for_room=False)]
         return handle
 
@@ -176,7 +179,7 @@ class Producer:
         chunk_bytes = 0
         async for job in _aiter(jobs):
             try:
-                encoded = encode(to_job(job, {}), reply_to=self._stream)
+                encoded = self._encode(to_job(job, {}))
             except InvalidMessage:
                 async for handle in self._enqueue(chunk, wait_for_room):
                     yield handle
@@ -202,7 +205,7 @@ class Producer:
 
     async def outcome(self, job_id: str, timeout: float | None = None) -> Outcome:
         """As `result`, with the job's error as a value."""
-        _check_id(job_id)
+        job_id = self._full_id(job_id)
         try:
             async with asyncio.timeout(timeout):
                 return await self._replies.outcome(job_id)
@@ -214,7 +217,7 @@ class Producer:
 
     async def status(self, job_id: str) -> JobStatus:
         """Where the job is now, how often it was started, and when."""
-        _check_id(job_id)
+        job_id = self._full_id(job_id)
         script = self._connection.script("inspect")
         now_ms, *answer = await self._connection.retry(
             lambda _: script(keys=[self.queue], args=[job_id])
@@ -228,7 +231,7 @@ class Producer:
         next step, and what it had is dropped. Safe to repeat, and at any time: there is one result
         in any case, this one or the worker's.
         """
-        _check_id(job_id)
+        job_id = self._full_id(job_id)
         script = self._connection.script("cancel")
         now_ms = int(time.time() * 1000)
         record = encode_result_record(
@@ -254,11 +257,11 @@ class Producer:
         given = {name: n for name, n in msgspec.structs.asdict(limits).items() if n is not None}
 
         async def write(repeated: bool) -> None:
-            async with self.redis.pipeline(transaction=True) as pipe:
-                pipe.delete(keys.limits_key(self.queue))
-                if given:
-                    pipe.hset(keys.limits_key(self.queue), mapping=given)
-                await pipe.execute()
+            key = keys.limits_key(self.queue)
+            if given:
+                await cast("Awaitable[int]", self.redis.hset(key, mapping=given))
+            if others := set(QueueLimits.__struct_fields__) - given.keys():
+                await cast("Awaitable[int]", self.redis.hdel(key, *others))
 
         await self._connection.retry(write)
 
@@ -266,10 +269,8 @@ class Producer:
         """What the queue holds at most."""
 
         async def read(repeated: bool) -> dict[bytes, bytes]:
-            async with self.redis.pipeline(transaction=False) as pipe:
-                pipe.hgetall(keys.limits_key(self.queue))
-                (limits,) = await pipe.execute()
-                return cast("dict[bytes, bytes]", limits)
+            key = keys.limits_key(self.queue)
+            return cast("dict[bytes, bytes]", await self.redis.hgetall(key))  # type: ignore[misc]
 
         raw = await self._connection.retry(read)
         found = {name.decode(): int(value) for name, value in raw.items()}
@@ -278,8 +279,18 @@ class Producer:
     async def forget(self, job_ids: Sequence[str]) -> None:
         """Delete the results of jobs that nobody will ask for again, before they expire."""
         if job_ids:
-            result_keys = [keys.result_key(job_id) for job_id in job_ids]
+            result_keys = [keys.result_key(self._full_id(job_id)) for job_id in job_ids]
             await self._connection.retry(lambda _: self.redis.unlink(*result_keys))
+
+    def _full_id(self, job_id: str) -> str:
+        """Raises `UnknownJob` for what cannot be an id."""
+        try:
+            return msgspec.convert(keys.tagged(job_id, self.queue), JobId)
+        except msgspec.ValidationError as error:
+            raise UnknownJob(f"{job_id!r:.200} is not the id of a job: {error}") from None
+
+    def _encode(self, job: GenerationJob, due: str = "") -> EncodedJob:
+        return encode(job, queue=self.queue, reply_to=self._stream, due=due)
 
     async def _enqueue(
         self, jobs: Sequence[EncodedJob], wait_for_room: bool
@@ -317,10 +328,9 @@ class Producer:
         args: list[str | bytes | int] = [self._stream]
         for job in jobs:
             args += job.arguments()
-        script = self._connection.script("enqueue")
 
         async def write(repeated: bool) -> tuple[list[int], bool]:
-            return await script(keys=[self.queue], args=args), repeated
+            return await self._connection.enqueue(keys=[self.queue], args=args), repeated
 
         return await self._connection.retry(write)
 
@@ -335,13 +345,6 @@ def _admission(answer: int, repeated: bool) -> Admission:
     if answer == 1 or (answer == 4 and repeated):
         return Admission.QUEUED
     return Admission.FINISHED if answer == 2 else Admission.DUPLICATE
-
-
-def _check_id(job_id: str) -> None:
-    try:
-        msgspec.convert(job_id, JobId)
-    except msgspec.ValidationError as error:
-        raise UnknownJob(f"{job_id!r:.200} is not the id of a job: {error}") from None
 
 
 async def _aiter(

@@ -1,49 +1,49 @@
-"""The producer's side of Redis: connections, retries, and errors that name the server.
+"""The producer's side of Redis: retries, and errors that name the server.
 
-Two pools: one shared by all calls, one connection that only the reply reader blocks on. Answers
-are bytes, whatever the URL says; redis-py's own retries are off, because ours must know whether
-an earlier attempt may have got through.
+Two clients: one shared by all calls, one that only the reply reader blocks on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
+    NoPermissionError,
+    NoScriptError,
     ReadOnlyError,
     RedisError,
     ResponseError,
 )
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from tidemill_contracts.connections import (
+    CALL_TIMEOUT_S,
+    SentinelRefused,
+    backoff,
+    is_login_refused,
+    is_passing,
+    leave_replica,
+    open_client,
+    within,
+)
+from tidemill_contracts.keys import FENCE
 from tidemill_contracts.scripts import load_script
-from tidemill_contracts.urls import mask_url
+from tidemill_contracts.urls import BadRedisUrl, mask_url, parse_url
 from tidemill_producer.errors import QueueUnavailable
 
 T = TypeVar("T")
 
-MAX_CONNECTIONS = 8
-CONNECT_TIMEOUT_S = 5.0
-CALL_TIMEOUT_S = 15.0
-"""Longer than any of our calls takes, and than the reader's block."""
-FIRST_DELAY_S = 0.05
-LONGEST_DELAY_S = 2.0
+MAX_CALLS = 8
+"""At once, and so about as many connections; other callers queue."""
+REPLICAS_TIMEOUT_MS = 2000
+FENCE_TTL_MS = 60_000
 
-TRANSIENT = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError)
-"""What a restart or a failover looks like (``LOADING`` is a connection error in redis-py)."""
-LOGIN_REFUSED = (AuthenticationError, AuthorizationError)
-"""Connection errors to redis-py; trying again changes nothing."""
+
+class TooFewReplicas(RedisError):
+    """A job is written, but not on as many replicas as the URL asks for."""
 
 
 class Connection:
@@ -54,10 +54,12 @@ class Connection:
         self.where = mask_url(url)
         self.patience_s = patience_s
         try:
-            self.redis = open_client(url, max_connections=MAX_CONNECTIONS)
-            self.reader = open_client(url, max_connections=1)
-        except ValueError as error:
+            self.url = parse_url(url)
+            self.redis = open_client(self.url)
+            self.reader = open_client(self.url)
+        except BadRedisUrl as error:
             raise QueueUnavailable(f"{self.where} is not a Redis URL: {error}") from error
+        self._calls = asyncio.Semaphore(MAX_CALLS)
         self._scripts: dict[str, AsyncScript] = {}
 
     def script(self, name: str) -> AsyncScript:
@@ -66,39 +68,83 @@ class Connection:
             self._scripts[name] = self.redis.register_script(load_script(name))
         return self._scripts[name]
 
+    @property
+    def is_cluster(self) -> bool:
+        return self.url.kind == "cluster"
+
+    async def enqueue(self, *, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+        """The answers of the enqueue script, once as many replicas as the URL asks for have what
+        it wrote. Raises `TooFewReplicas`, when it is written all the same."""
+        script = self.script("enqueue")
+        if not self.url.wait_replicas:
+            return await script(keys=keys, args=args)
+        for last in (False, True):
+            # On one connection: a connection waits for its own writes only.
+            async with self.redis.pipeline(transaction=False) as pipe:
+                pipe.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
+                # An attempt that finds its jobs written by an earlier one, over another connection,
+                # would have no write of its own to wait for.
+                pipe.set(FENCE, 1, px=FENCE_TTL_MS)
+                pipe.execute_command("WAIT", self.url.wait_replicas, REPLICAS_TIMEOUT_MS)
+                answers, fence, replicas = await pipe.execute(raise_on_error=False)
+            if isinstance(answers, NoScriptError) and not last:
+                await self.redis.script_load(script.script)
+                continue
+            for answer in (answers, fence, replicas):
+                if isinstance(answer, Exception):
+                    raise answer
+            if replicas < self.url.wait_replicas:
+                raise TooFewReplicas(
+                    f"the jobs are written, but {replicas} of {self.url.wait_replicas} replicas"
+                    f" confirmed it within {REPLICAS_TIMEOUT_MS} ms"
+                )
+            return answers
+        raise AssertionError("the second turn returns or raises")
+
     async def retry(
         self, do: Callable[[bool], Awaitable[T]], *, patience_s: float | None = None
     ) -> T:
         """What `do` returns, tried again over a restart of Redis for `patience_s`.
 
-        `do` is told whether an earlier attempt may have got through. Raises `QueueUnavailable`.
+        `do` is told whether an earlier attempt may have got through. Raises `QueueUnavailable`,
+        after at most `patience_s`, or `CALL_TIMEOUT_S` where that is longer and the server hangs.
         """
         give_up_at = time.monotonic() + (self.patience_s if patience_s is None else patience_s)
         repeated = False
         for delay_s in backoff():
+            left_s = give_up_at - time.monotonic()
             try:
-                return await within(do(repeated))
-            except LOGIN_REFUSED as error:
-                raise self.explain(error) from error
-            except TRANSIENT as error:
-                if time.monotonic() + delay_s > give_up_at:
+                async with self._calls:
+                    return await within(
+                        do(repeated), min(left_s, CALL_TIMEOUT_S) if repeated else CALL_TIMEOUT_S
+                    )
+            except (RedisError, OSError) as error:
+                await leave_replica(self.redis, error)
+                passing = is_passing(error) or isinstance(error, TooFewReplicas)
+                if not passing or time.monotonic() + delay_s > give_up_at:
                     raise self.explain(error) from error
-            except RedisError as error:
-                raise self.explain(error) from error
             repeated = True
             await asyncio.sleep(delay_s)
         raise AssertionError("backoff() never ends")
 
     def explain(self, error: Exception) -> QueueUnavailable:
         """The error for a person: which server, what happened, what to do."""
-        if isinstance(error, LOGIN_REFUSED):
+        if isinstance(error, SentinelRefused):
+            remedy = "has a Sentinel that refused the login", "Check `sentinel_password`."
+        elif is_login_refused(error):
             remedy = "refused the login", "Check the user and the password in the URL."
         elif isinstance(error, ReadOnlyError):
             remedy = "is a read-only replica", "Use the URL of the primary."
-        elif isinstance(error, TRANSIENT):
+        elif isinstance(error, TooFewReplicas):
+            remedy = "has too few replicas", "Are they up, and is `wait_replicas` in the URL right?"
+        elif isinstance(error, NoPermissionError) or "ACL failure" in str(error):
+            remedy = "refused a command", "docs/redis.md lists what the user must be allowed."
+        elif is_passing(error):
             remedy = "cannot be reached", "Is it running, and is the URL right?"
         elif isinstance(error, ResponseError) and "maxmemory" in str(error):
             remedy = "is full", "Raise its maxmemory, or wait until workers drained the queue."
+        elif isinstance(error, ResponseError) and "MISCONF" in str(error):
+            remedy = "cannot write to its disk", "Is that full? Its log says more."
         else:
             remedy = "refused a command", "Is it Redis 6.2 or newer, and are all commands allowed?"
         happened, advice = remedy
@@ -108,37 +154,3 @@ class Connection:
     async def aclose(self) -> None:
         await self.reader.aclose()
         await self.redis.aclose()
-
-
-async def within(call: Awaitable[T]) -> T:
-    """The answer of one call. Raises `TimeoutError` where a server hangs.
-
-    In place of redis-py's ``socket_timeout``, which uses `asyncio.wait_for`: in Python 3.11 that
-    may swallow the cancellation of whoever calls.
-    """
-    async with asyncio.timeout(CALL_TIMEOUT_S):
-        return await call
-
-
-def backoff() -> Iterator[float]:
-    """Seconds to wait before each next attempt, without end; jittered, so that a thousand
-    producers do not come back in the same instant."""
-    delay_s = FIRST_DELAY_S
-    while True:
-        yield delay_s * random.uniform(0.5, 1.0)
-        delay_s = min(2 * delay_s, LONGEST_DELAY_S)
-
-
-def open_client(url: str, *, max_connections: int) -> Redis:
-    """A client with our habits; connects with its first command. `ValueError` for a bad URL."""
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=max_connections,
-        timeout=None,  # callers queue for a connection for as long as it takes
-        protocol=2,
-        retry=Retry(NoBackoff(), 0),
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
-        socket_timeout=None,  # see `within`
-    )
-    pool.connection_kwargs["decode_responses"] = False
-    return Redis.from_pool(pool)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -67,13 +67,13 @@ class DeadLetters:
         """The letter of one job, ``None`` where it is not dead (or no longer kept)."""
 
         async def read(repeated: bool) -> tuple[bytes | None, float | None, list[bytes]]:
-            name = job_id.encode(errors="surrogateescape")
-            async with self._connection.redis.pipeline(transaction=True) as pipe:
-                pipe.get(keys.DEAD_PREFIX.encode() + name)
-                pipe.zscore(keys.dead_key(self._queue), name)
-                pipe.lrange(keys.DEAD_HISTORY_PREFIX.encode() + name, 0, -1)  # type: ignore[arg-type]
-                record, died_ms, history = await pipe.execute()
-                return record, died_ms, history
+            name, redis = self._raw(job_id), self._connection.redis
+            history: list[bytes] = await cast(
+                "Any", redis.lrange(cast("str", keys.DEAD_HISTORY_PREFIX.encode() + name), 0, -1)
+            )
+            died_ms = await redis.zscore(keys.dead_key(self._queue), name)
+            # Last, so that a letter that is found was complete.
+            return await redis.get(keys.DEAD_PREFIX.encode() + name), died_ms, history
 
         record, died_ms, history = await self._connection.retry(read)
         if record is None or died_ms is None:
@@ -100,8 +100,11 @@ class DeadLetters:
 
     async def _run(self, name: str, job_ids: Sequence[str]) -> Any:
         script = self._connection.script(name)
-        ids = [job_id.encode(errors="surrogateescape") for job_id in job_ids]
+        ids = [self._raw(job_id) for job_id in job_ids]
         return await self._connection.retry(lambda _: script(keys=[self._queue], args=ids))
+
+    def _raw(self, job_id: str) -> bytes:
+        return keys.tagged(job_id, self._queue).encode(errors="surrogateescape")
 
 
 def _tries(history: Sequence[bytes]) -> list[Try]:

@@ -270,7 +270,8 @@ class EmbeddedWorker:
     async def _launch(self, timeout_s: float) -> WorkerStatus:
         from redis.exceptions import RedisError
 
-        from tidemill_producer.connection import open_client
+        from tidemill_contracts.connections import open_client
+        from tidemill_contracts.urls import parse_url
 
         assert self._log is not None
         launched_at = time.time()
@@ -282,7 +283,7 @@ class EmbeddedWorker:
                 stderr=output,
                 start_new_session=True,
             )
-        redis = open_client(self._redis_url, max_connections=1)
+        redis = open_client(parse_url(self._redis_url))
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._until_ready(redis, launched_at)

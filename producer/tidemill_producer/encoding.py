@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tidemill_contracts import keys
 from tidemill_contracts.wire import GenerationJob, SamplingParams, convert_job
 from tidemill_contracts.wire.arq_format import encode_job_record
 
@@ -30,13 +31,13 @@ class EncodedJob:
         return self.id, self.record, self.priority, self.due, self.tenant
 
 
-def encode(job: GenerationJob, *, reply_to: str, due: str = "") -> EncodedJob:
-    """Gives the job an id where it has none. Raises `InvalidMessage`."""
-    if job.id is None:
-        job = msgspec.structs.replace(job, id=uuid.uuid4().hex)
-    assert job.id is not None
+def encode(job: GenerationJob, *, queue: str, reply_to: str, due: str = "") -> EncodedJob:
+    """Gives the job an id where it has none, and the queue's hash tag. Raises `InvalidMessage`."""
+    job_id = keys.tagged(uuid.uuid4().hex if job.id is None else job.id, queue)
+    if job_id != job.id:
+        job = msgspec.structs.replace(job, id=job_id)
     record = encode_job_record(job, enqueue_time_ms=int(time.time() * 1000), reply_to=reply_to)
-    return EncodedJob(job.id, record, job.priority, due, job.tenant)
+    return EncodedJob(job_id, record, job.priority, due, job.tenant)
 
 
 def to_job(job: GenerationJob | str | None, fields: dict[str, object]) -> GenerationJob:

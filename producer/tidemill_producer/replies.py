@@ -18,9 +18,10 @@ from itertools import islice
 from redis.exceptions import RedisError
 
 from tidemill_contracts import keys
+from tidemill_contracts.connections import backoff, leave_replica, within
 from tidemill_contracts.wire import Outcome, TidemillError
 from tidemill_contracts.wire.arq_format import decode_outcome
-from tidemill_producer.connection import Connection, backoff, within
+from tidemill_producer.connection import Connection
 from tidemill_producer.errors import QueueUnavailable, UnknownJob
 
 log = logging.getLogger("tidemill.producer")
@@ -30,6 +31,7 @@ READ_ENTRIES = 500
 """Stream entries taken at once."""
 FETCH_IDS = 100
 """Results fetched, or jobs watched, in one call: each may hold megabytes."""
+CLOSE_TIMEOUT_S = 1.0
 SWEEP_S = 3.0
 SWEEP_IDS = 500
 SWEEPS_PER_ROUND = 10
@@ -87,7 +89,7 @@ class Replies:
         self._fail(list(self._waiting), QueueUnavailable("The producer was closed"))
         if self._tasks:
             try:
-                await within(self._connection.redis.delete(self._stream))
+                await within(self._connection.redis.delete(self._stream), CLOSE_TIMEOUT_S)
             except (RedisError, OSError) as error:
                 log.debug("the reply stream is left to expire: %s", error)
 
@@ -118,6 +120,7 @@ class Replies:
                 if not lost:
                     log.warning("%s Retrying.", self._connection.explain(error))
                 lost, last_id = True, "0"
+                await leave_replica(self._connection.reader, error)
                 await asyncio.sleep(next(delays))
 
     async def _entries(self, last_id: str) -> list[tuple[str, str]]:
@@ -146,10 +149,8 @@ class Replies:
                     self._watch_soon([job_id])  # told, but no result: settles what became of it
 
     async def _forget(self, entry_ids: Sequence[str]) -> None:
-        async with self._connection.reader.pipeline(transaction=False) as pipe:
-            pipe.xdel(self._stream, *entry_ids)
-            pipe.pexpire(self._stream, keys.REPLY_TTL_MS)
-            await within(pipe.execute())
+        await within(self._connection.reader.xdel(self._stream, *entry_ids))
+        await within(self._connection.reader.pexpire(self._stream, keys.REPLY_TTL_MS))
 
     async def _sweep(self) -> None:
         while not self._closed:

@@ -14,7 +14,6 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 import tidemill_producer
 from tidemill_contracts import keys
-from tidemill_contracts.urls import mask_url
 from tidemill_contracts.wire import (
     ChatMessage,
     ErrorCode,
@@ -153,7 +152,7 @@ async def test_a_hundred_enqueues_of_one_id_at_once_run_once(redis_url: str, wor
         )
         assert [handle.admission for handle in handles].count(Admission.QUEUED) == 1
         assert await worker.run_all() == 1
-        results = await asyncio.gather(*(handle.result(timeout=5) for handle in handles))
+        results = await asyncio.gather(*(handle.result(timeout=30) for handle in handles))
         assert {result.text for result in results} == {"HELLO"}
 
 
@@ -454,7 +453,7 @@ async def test_an_enqueue_whose_answer_was_lost_counts_as_queued(
             raise RedisConnectionError("cut")
         return answer
 
-    monkeypatch.setattr(producer._connection, "script", lambda name: cut_once)
+    monkeypatch.setattr(producer._connection, "enqueue", cut_once)
     handle = await producer.enqueue("x")
     assert handle.admission is Admission.QUEUED
     assert attempts == 2
@@ -488,26 +487,6 @@ async def test_a_full_server_says_so(producer: Producer, redis: Redis) -> None:
 async def test_a_bad_url_says_so(url: str) -> None:
     with pytest.raises(QueueUnavailable, match="not a Redis URL"):
         Producer(url)
-
-
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("redis://h:1/0", "redis://h:1/0"),
-        ("redis://:pw@h:1/0", "redis://:***@h:1/0"),
-        ("redis://u:p@w@h:1/0", "redis://u:***@h:1/0"),
-        ("redis://u@h", "redis://u@h"),
-        ("unix:///tmp/x.sock?db=1&password=pw", "unix:///tmp/x.sock?db=1&password=***"),
-    ],
-)
-def test_secrets_in_urls_are_masked(url: str, shown: str) -> None:
-    assert mask_url(url) == shown
-
-
-async def test_decode_responses_in_the_url_changes_nothing(redis_url: str, worker: Any) -> None:
-    async with Producer(f"{redis_url}?decode_responses=true") as producer, worker.serving():
-        handle = await producer.enqueue("x")
-        assert (await handle.result(timeout=5)).text == "X"
 
 
 async def test_closing_ends_waits_and_deletes_the_reply_stream(redis_url: str, worker: Any) -> None:

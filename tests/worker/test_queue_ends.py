@@ -94,7 +94,9 @@ async def test_arqs_abort_ends_queued_and_running_jobs(redis_url: str, gate: Gat
         unknown = Job("nobody", pool, QUEUE, deserializer)
         with pytest.raises(ResultNotFound):
             await unknown.result(timeout=1)
-    assert gate.started == [job.job_id]
+    # arq makes a deferred job due before it asks: a worker may be quicker than the question.
+    assert gate.started[1:] in ([], [later.job_id])
+    assert gate.cancelled == gate.started
     await pool.aclose()
 
 

@@ -6,7 +6,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tidemill_contracts.urls import mask_url
 from tidemill_worker.settings import (
     SettingsError,
     WorkerConfig,
@@ -79,18 +78,9 @@ def test_a_bad_value_is_named(values: dict[str, object], name: str) -> None:
         make_config(values)
 
 
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("redis://:secret@h:1/0", "redis://:***@h:1/0"),
-        ("rediss://user:s%20x@h/0", "rediss://user:***@h/0"),
-        ("redis://h:1/0", "redis://h:1/0"),
-        ("unix:///tmp/x.sock", "unix:///tmp/x.sock"),
-    ],
-)
-def test_passwords_are_masked(url: str, shown: str) -> None:
-    assert mask_url(url) == shown
-    assert make_config({"redis_url": url}).masked()["redis_url"] == shown
+def test_secrets_are_masked() -> None:
+    config = make_config({"redis_url": "redis://:secret@h:1/0"})
+    assert config.masked()["redis_url"] == "redis://:***@h:1/0"
 
 
 def test_every_setting_has_a_description() -> None:

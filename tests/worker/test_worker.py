@@ -358,7 +358,7 @@ async def test_a_crash_of_the_engine_hands_the_jobs_to_another_worker_and_ends_t
     await until(lambda: worker.state == "ready")
     batcher: Batcher = worker.ctx["batcher"]
 
-    def broken() -> None:
+    def broken(**_: object) -> None:
         raise RuntimeError("planted bug")
 
     batcher._scheduler.plan = broken  # type: ignore[method-assign,assignment]

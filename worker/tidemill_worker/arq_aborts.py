@@ -8,6 +8,10 @@ may do it; ids that this queue does not have are left to whose they are.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
 from redis.asyncio import Redis
 
 from tidemill_contracts import keys
@@ -34,13 +38,15 @@ class ArqAborts:
         asked = await self._redis.zrevrange(keys.ARQ_ABORT, 0, MOST_AT_ONCE - 1, withscores=True)
         if not asked:
             return
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for job_id, _ in asked:
-                key = keys.JOB_PREFIX.encode() + job_id
-                pipe.zscore(self._queue, job_id)
-                pipe.getrange(key, 0, 15)
-                pipe.getrange(key, -12, -1)
-            answers = await pipe.execute()
+        calls: list[Awaitable[Any]] = []
+        for job_id, _ in asked:
+            key = keys.JOB_PREFIX.encode() + job_id
+            calls += [
+                self._redis.zscore(self._queue, job_id),
+                self._redis.getrange(key, 0, 15),
+                self._redis.getrange(key, -12, -1),
+            ]
+        answers = await asyncio.gather(*calls)
         known = [
             (job_id, asked_ms, enqueue_time_of(head, tail))
             for (job_id, asked_ms), score, head, tail in zip(

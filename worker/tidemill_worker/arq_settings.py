@@ -5,7 +5,7 @@ from __future__ import annotations
 from arq.worker import func
 
 from tidemill_contracts.wire.arq_format import GENERATE, deserializer, serializer
-from tidemill_worker.connect import redis_settings
+from tidemill_worker.connect import stock_arq_settings
 from tidemill_worker.functions import generate, shutdown, startup
 from tidemill_worker.settings import config_from_env
 
@@ -24,7 +24,7 @@ def worker_settings() -> type:
             "on_startup": startup,
             "on_shutdown": shutdown,
             "queue_name": config.queue,
-            "redis_settings": redis_settings(config),
+            "redis_settings": stock_arq_settings(config),
             "max_jobs": config.claim_limit,
             "max_tries": config.max_tries,
             "keep_result": config.result_ttl,

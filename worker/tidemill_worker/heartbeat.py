@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -23,32 +24,38 @@ class Heartbeat:
         self._started_at = time.time()
 
     async def write(
-        self, batcher: Batcher, state: WorkerState, *, jobs_done: int, jobs_failed: int
+        self,
+        batcher: Batcher,
+        state: WorkerState,
+        *,
+        jobs_done: int,
+        jobs_failed: int,
+        results_held: int,
+        redis: str,
     ) -> None:
-        status = self._status(batcher, state, jobs_done=jobs_done, jobs_failed=jobs_failed)
+        status = self._status(
+            batcher,
+            state,
+            jobs_done=jobs_done,
+            jobs_failed=jobs_failed,
+            results_held=results_held,
+            redis=redis,
+        )
         now_ms = int(status.updated_at * 1000)
         workers = keys.workers_key(self._config.queue)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(
-                keys.worker_key(self._config.queue, status.id),
-                encode_status(status),
-                px=STATUS_TTL_MS,
-            )
-            pipe.zadd(workers, {status.id: now_ms})
-            pipe.zremrangebyscore(workers, "-inf", now_ms - 60_000)
-            await pipe.execute()
+        await self._redis.set(
+            keys.worker_key(self._config.queue, status.id), encode_status(status), px=STATUS_TTL_MS
+        )
+        await self._redis.zadd(workers, {status.id: now_ms})
+        await self._redis.zremrangebyscore(workers, "-inf", now_ms - 60_000)
 
     async def remove(self) -> None:
         """Says goodbye: this worker is no longer among the queue's."""
         name, queue = self._config.name, self._config.queue
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(keys.worker_key(queue, name))
-            pipe.zrem(keys.workers_key(queue), name)
-            await pipe.execute()
+        await self._redis.delete(keys.worker_key(queue, name))
+        await self._redis.zrem(keys.workers_key(queue), name)
 
-    def _status(
-        self, batcher: Batcher, state: WorkerState, *, jobs_done: int, jobs_failed: int
-    ) -> WorkerStatus:
+    def _status(self, batcher: Batcher, state: WorkerState, **counts: Any) -> WorkerStatus:
         runtime, contract, stats = batcher.runner.runtime, batcher.runner.contract, batcher.stats
         return WorkerStatus(
             id=self._config.name,
@@ -68,8 +75,7 @@ class Heartbeat:
             cached_tokens=stats.cached_tokens,
             draft_tokens=stats.draft_tokens,
             accepted_draft_tokens=stats.accepted_draft_tokens,
-            jobs_done=jobs_done,
-            jobs_failed=jobs_failed,
+            **counts,
             started_at=self._started_at,
             updated_at=time.time(),
         )

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Coroutine
 
 from redis.exceptions import RedisError
 
+from tidemill_contracts.connections import backoff
 from tidemill_contracts.wire import Try
 from tidemill_worker.checkpoints import Checkpoints
 from tidemill_worker.queue import Claim, JobQueue, Release
-from tidemill_worker.results import FIRST_BACK_OFF_S, MAX_BACK_OFF_S
 
 logger = logging.getLogger("tidemill.worker")
 
@@ -97,13 +97,13 @@ class HeldJobs:
     async def run_again(self, job_id: str, *, delay_ms: int, ended: Try) -> None:
         """Hands a job back that asked to be run again; returns once Redis has it."""
         release = Release(self.claims[job_id], delay_ms=delay_ms, refund=False, ended=ended)
-        while True:
+        for delay_s in backoff():
             try:
                 await self._queue.release([release])
                 return
             except (RedisError, OSError) as error:
-                logger.warning("cannot hand %s back yet: %s", job_id, error)
-                await asyncio.sleep(MAX_BACK_OFF_S)
+                logger.debug("cannot hand %s back yet: %s", job_id, error)
+            await asyncio.sleep(delay_s)
 
     async def release(self, job_ids: Collection[str]) -> None:
         """Hands jobs back, with what they have gained and the try, and stops them then."""
@@ -116,14 +116,13 @@ class HeldJobs:
         unfinished = self.claims.keys() - self.finishing
         releases = self._releases(unfinished, refund=refund)
         self._stop(unfinished)
-        back_off = FIRST_BACK_OFF_S
+        delays = backoff()
         while releases:
             try:
                 released = await self._queue.release(releases)
             except (RedisError, OSError) as error:
-                logger.warning("cannot hand %d jobs back yet: %s", len(releases), error)
-                await asyncio.sleep(back_off)
-                back_off *= 2
+                logger.debug("cannot hand %d jobs back yet: %s", len(releases), error)
+                await asyncio.sleep(next(delays))
             else:
                 logger.info("handed %d jobs back", released)
                 break

@@ -10,14 +10,19 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from tidemill_contracts import keys
+from tidemill_contracts.connections import CALL_TIMEOUT_S, is_passing
 from tidemill_contracts.scripts import load_script
 from tidemill_contracts.wire import MAX_JOB_BYTES
 from tidemill_contracts.wire.lifecycle import Try, encode_try
+from tidemill_worker.link import RedisLink
 
+MIN_RENEW_TIMEOUT_S = 1.0
 MAX_RECORD_BYTES = MAX_JOB_BYTES + 64 * 1024
 """Largest record that is worth fetching: no valid job has more."""
 MAX_CLAIM_BYTES = 32 * 1024 * 1024
@@ -94,7 +99,11 @@ class Release:
 
 
 class JobQueue:
-    """One queue, seen by one worker. Every method raises redis-py's own errors."""
+    """One queue, seen by one worker.
+
+    Every method raises redis-py's own errors, and `TimeoutError` where Redis hangs. `link` says
+    whether Redis answers.
+    """
 
     def __init__(
         self,
@@ -107,6 +116,7 @@ class JobQueue:
         max_tries: int = 5,
     ) -> None:
         self.redis = redis
+        self.link = RedisLink(redis)
         self.name = queue
         self.worker = worker
         self.lease_ms = lease_ms
@@ -115,6 +125,9 @@ class JobQueue:
         self._instance = uuid.uuid4().hex
         self._doorbell = keys.doorbell_key(queue)
         self._orders = keys.orders_key(queue, self._instance)
+        self._doubtful: str | None = None
+        """The token of a claim whose answer was lost, and which may have got through."""
+        self._adopt = redis.register_script(load_script("adopt"))
         self._claim = redis.register_script(load_script("claim"))
         self._renew = redis.register_script(load_script("renew"))
         self._checkpoint = redis.register_script(load_script("checkpoint"))
@@ -124,10 +137,18 @@ class JobQueue:
     async def claim(self, limit: int, *, held: int = 0) -> Claimed:
         """Takes up to `limit` due jobs, for a worker that holds `held` others.
 
-        A suspect comes alone, and only where nothing is held.
+        A suspect comes alone, and only where nothing is held. After a call whose answer was lost,
+        first returns what that one took.
         """
+        if self._doubtful is not None:
+            token = self._doubtful
+            adopt = self._adopt(keys=[self.name], args=[self.lease_ms, token])
+            adopted = _claimed(await self.link.call("claim", adopt), token)
+            self._doubtful = None
+            if adopted.claims:
+                return adopted
         token = uuid.uuid4().hex
-        reply = await self._claim(
+        claim = self._claim(
             keys=[self.name],
             args=[
                 limit,
@@ -141,26 +162,12 @@ class JobQueue:
                 MAX_CLAIM_BYTES,
             ],
         )
-        now, next_due = int(reply[0]), int(reply[1])
-        claims = []
-        for i in range(3, len(reply), 6):
-            job_id, score, tries, suspect, payload, progress = reply[i : i + 6]
-            fetched = payload if isinstance(payload, bytes) else None
-            claims.append(
-                Claim(
-                    # An id that is not UTF-8 can be finished all the same: it goes back as it came.
-                    id=job_id.decode(errors="surrogateescape"),
-                    token=token,
-                    score=float(score),
-                    tries=int(tries),
-                    payload=fetched,
-                    claimed_at_ms=now,
-                    progress=progress,
-                    payload_bytes=int(payload or 0) if fetched is None else len(fetched),
-                    suspect=bool(suspect),
-                )
-            )
-        return Claimed(claims, None if next_due < 0 else next_due, bool(reply[2]))
+        try:
+            return _claimed(await self.link.call("claim", claim), token)
+        except (RedisError, OSError) as error:
+            if is_passing(error):
+                self._doubtful = token
+            raise
 
     async def wait(self, timeout_s: float) -> None:
         """Sleeps until somebody rings the doorbell, for at most `timeout_s`."""
@@ -171,22 +178,24 @@ class JobQueue:
         whether one was. `renew` tells which."""
         if not await self._pop(self._orders, timeout_s):
             return False
-        await self.redis.delete(self._orders)
+        await self.link.call("wait", self.redis.delete(self._orders))
         return True
 
     async def _pop(self, key: str, timeout_s: float) -> bool:
         # Redis refuses a timeout of 0.0 (it means for ever) and rounds below a millisecond.
-        popped = await self.redis.execute_command(  # type: ignore[no-untyped-call]
-            "BLPOP", key, max(timeout_s, 0.01)
-        )
-        return popped is not None
+        timeout = max(timeout_s, 0.01)
+        pop = self.redis.execute_command("BLPOP", key, timeout)  # type: ignore[no-untyped-call]
+        return await self.link.call("wait", pop, timeout + CALL_TIMEOUT_S) is not None
 
     async def renew(self, claims: Iterable[Claim]) -> set[str]:
         """Renews the leases in one call. Returns the ids that are no longer this worker's."""
         args: list[str | bytes | int] = [self.lease_ms]
         for claim in claims:
             args += [_raw(claim.id), claim.token]
-        lost = await self._renew(keys=[self.name], args=args)
+        renew = self._renew(keys=[self.name], args=args)
+        # So that a lease can be tried for again before it runs out.
+        timeout_s = max(MIN_RENEW_TIMEOUT_S, self.lease_ms / 3000)
+        lost = await self.link.call("renew", renew, timeout_s)
         return {job_id.decode(errors="surrogateescape") for job_id in lost}
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[bool]:
@@ -195,7 +204,8 @@ class JobQueue:
         args: list[str | bytes | int] = []
         for piece in pieces:
             args += [_raw(piece.claim.id), piece.claim.token, piece.after, piece.data]
-        added = await self._checkpoint(keys=[self.name], args=args)
+        checkpoint = self._checkpoint(keys=[self.name], args=args)
+        added = await self.link.call("checkpoint", checkpoint)
         return [flag == 1 for flag in added]
 
     async def finish(self, finished: Sequence[Finished]) -> list[bool]:
@@ -211,7 +221,7 @@ class JobQueue:
                 item.reply_to or "",
                 b"" if item.given_up is None else encode_try(item.given_up),
             ]
-        written = await self._finish(keys=[self.name], args=args)
+        written = await self.link.call("finish", self._finish(keys=[self.name], args=args))
         return [flag == 1 for flag in written]
 
     async def release(self, releases: Sequence[Release]) -> int:
@@ -230,11 +240,35 @@ class JobQueue:
                 0 if piece is None else piece.after,
                 b"" if piece is None else piece.data,
             ]
-        return int(await self._release(keys=[self.name], args=args))
+        release = self._release(keys=[self.name], args=args)
+        return int(await self.link.call("release", release))
 
     async def depth(self) -> int:
         """Jobs in the queue, those that run included."""
-        return int(await self.redis.zcard(self.name))
+        return int(await self.link.call("depth", self.redis.zcard(self.name)))
+
+
+def _claimed(reply: list[Any], token: str) -> Claimed:
+    now, next_due = int(reply[0]), int(reply[1])
+    claims = []
+    for i in range(3, len(reply), 6):
+        job_id, score, tries, suspect, payload, progress = reply[i : i + 6]
+        fetched = payload if isinstance(payload, bytes) else None
+        claims.append(
+            Claim(
+                # An id that is not UTF-8 can be finished all the same: it goes back as it came.
+                id=job_id.decode(errors="surrogateescape"),
+                token=token,
+                score=float(score),
+                tries=int(tries),
+                payload=fetched,
+                claimed_at_ms=now,
+                progress=progress,
+                payload_bytes=int(payload or 0) if fetched is None else len(fetched),
+                suspect=bool(suspect),
+            )
+        )
+    return Claimed(claims, None if next_due < 0 else next_due, bool(reply[2]))
 
 
 def _raw(job_id: str) -> bytes:

@@ -7,13 +7,12 @@ import logging
 
 from redis.exceptions import RedisError
 
+from tidemill_contracts.connections import backoff
 from tidemill_worker.queue import Finished, JobQueue
 
 logger = logging.getLogger("tidemill.worker")
 
 MAX_BATCH = 256
-FIRST_BACK_OFF_S = 0.05
-MAX_BACK_OFF_S = 2.0
 
 
 class ResultWriter:
@@ -23,6 +22,10 @@ class ResultWriter:
         self._queue = queue
         self._pending: list[tuple[Finished, asyncio.Future[bool]]] = []
         self._wake = asyncio.Event()
+        self.flowing = asyncio.Event()
+        """Clear while Redis does not take results: the worker then claims no more jobs, so that
+        what it holds stays bounded."""
+        self.flowing.set()
 
     @property
     def unwritten(self) -> int:
@@ -39,7 +42,7 @@ class ResultWriter:
     async def run(self) -> None:
         """Writes until it is cancelled. While Redis is away it holds what it could not write
         and tries again."""
-        back_off = FIRST_BACK_OFF_S
+        delays = backoff()
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -48,16 +51,12 @@ class ResultWriter:
                 try:
                     written = await self._queue.finish([finished for finished, _ in batch])
                 except (RedisError, OSError) as error:
-                    logger.warning(
-                        "%d results wait for Redis, next try in %.2fs: %s",
-                        len(self._pending),
-                        back_off,
-                        error,
-                    )
-                    await asyncio.sleep(back_off)
-                    back_off = min(back_off * 2, MAX_BACK_OFF_S)
+                    self.flowing.clear()
+                    logger.debug("%d results wait for Redis: %s", len(self._pending), error)
+                    await asyncio.sleep(next(delays))
                     continue
-                back_off = FIRST_BACK_OFF_S
+                self.flowing.set()
+                delays = backoff()
                 del self._pending[: len(batch)]
                 for (_, future), flag in zip(batch, written, strict=True):
                     if not future.done():

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from tidemill_contracts import keys
-from tidemill_contracts.urls import mask_url
+from tidemill_contracts.urls import BadRedisUrl, mask_url, parse_url
 from tidemill_contracts.wire import TidemillError
 
 ENV_PREFIX = "TIDEMILL_"
@@ -35,7 +35,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None, Meta(description="Name that jobs may ask for; the directory's by default.")
     ] = None
     redis_url: Annotated[
-        str, Meta(description="redis://, rediss:// or unix:// URL of the queue's server.")
+        str, Meta(description="URL of the queue's server; docs/redis.md has every form.")
     ] = "redis://127.0.0.1:6379/0"
     queue: Annotated[str, Meta(description="Name of the queue.")] = keys.DEFAULT_QUEUE
     worker_id: Annotated[
@@ -129,6 +129,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least level to log.")
     ] = "info"
+
+    def __post_init__(self) -> None:
+        try:
+            url = parse_url(self.redis_url)
+        except BadRedisUrl as error:
+            raise ValueError(
+                f"redis_url: {mask_url(self.redis_url)} is not a Redis URL: {error}"
+            ) from None
+        if url.kind == "cluster":
+            msgspec.structs.force_setattr(self, "queue", keys.in_one_slot(self.queue))
 
     @property
     def claim_limit(self) -> int:

@@ -13,22 +13,24 @@ import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any
+from typing import Any, cast
 
+from arq.connections import ArqRedis
 from arq.worker import Worker, func
 from redis.exceptions import RedisError
 
+from tidemill_contracts.connections import backoff, within
 from tidemill_contracts.wire.arq_format import GENERATE, deserializer, serializer
 from tidemill_contracts.wire.status import WorkerState
 from tidemill_worker.arq_aborts import ArqAborts
 from tidemill_worker.batcher import Batcher
 from tidemill_worker.checkpoints import Checkpoints
-from tidemill_worker.connect import connect, redis_settings
+from tidemill_worker.connect import connect
 from tidemill_worker.functions import Context, generate, shutdown, startup
 from tidemill_worker.heartbeat import Heartbeat
 from tidemill_worker.progress import Recorder
 from tidemill_worker.queue import JobQueue
-from tidemill_worker.results import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, ResultWriter
+from tidemill_worker.results import ResultWriter
 from tidemill_worker.running import JobRunner
 from tidemill_worker.settings import WorkerConfig
 
@@ -38,6 +40,8 @@ IDLE_WAIT_S = 1.0
 """How often an idle worker looks at a queue whose doorbell nobody rings, as stock arq clients
 do not."""
 HEARTBEAT_S = 2.0
+RETRY_S = 0.5
+"""How soon what is done every so often is tried again after Redis did not let it."""
 MIN_HEARTBEAT_S = 0.3
 CHECKPOINT_CHECK_S = 0.25
 """How often to look which jobs are due for a checkpoint."""
@@ -71,7 +75,6 @@ class TidemillWorker(Worker):
                 **options,
             },
             queue_name=config.queue,
-            redis_settings=redis_settings(config),
             max_jobs=config.claim_limit,
             max_tries=config.max_tries,
             keep_result=config.result_ttl,
@@ -84,7 +87,7 @@ class TidemillWorker(Worker):
     async def main(self) -> None:
         """Start up, serve until told to drain, shut down."""
         if self._pool is None:
-            self._pool = await connect(self.config)
+            self._pool = cast("ArqRedis", await connect(self.config))
         self.ctx["redis"] = self.pool
         self.queue = JobQueue(
             self.pool,
@@ -146,7 +149,7 @@ class TidemillWorker(Worker):
         logger.info(
             "draining: %d jobs run, at most %.0fs more", len(self.tasks), self.config.drain_timeout
         )
-        release = asyncio.create_task(self._logging_trouble(self._release_unstarted))
+        release = asyncio.create_task(self._in_spite_of_redis(self._release_unstarted))
         hand_back = asyncio.create_task(self._hand_back.wait())
         running = asyncio.create_task(asyncio.wait(list(self.tasks.values())))
         await asyncio.wait(
@@ -174,15 +177,19 @@ class TidemillWorker(Worker):
 
     async def _claim_until_drained(self) -> None:
         held = self.runner.held
-        back_off = FIRST_BACK_OFF_S
+        delays, was_away = backoff(), False
         while not self._drain.is_set():
+            if not self.results.flowing.is_set():
+                await self._first_of(self.results.flowing.wait())
+                was_away = True
+                continue
             held.task_ended.clear()
             room = self.max_jobs - len(self.tasks)
             if room <= 0 or held.alone:
                 await self._first_of(held.task_ended.wait())
                 continue
             try:
-                if back_off > FIRST_BACK_OFF_S:
+                if was_away:
                     # Leases may have run out meanwhile: nobody shall take these jobs for suspects.
                     await held.renew()
                 claimed = await self.queue.claim(room, held=len(self.tasks))
@@ -197,11 +204,11 @@ class TidemillWorker(Worker):
                     if claimed.next_due_ms is not None:
                         wait_s = min(wait_s, claimed.next_due_ms / 1000)
                     await self._first_of(self.queue.wait(wait_s))
-                back_off = FIRST_BACK_OFF_S
+                delays, was_away = backoff(), False
             except (RedisError, OSError) as error:
-                logger.warning("cannot claim jobs, next try in %.2fs: %s", back_off, error)
-                await self._first_of(asyncio.sleep(back_off))
-                back_off = min(back_off * 2, MAX_BACK_OFF_S)
+                was_away = True
+                logger.debug("cannot claim jobs: %s", error)
+                await self._first_of(asyncio.sleep(next(delays)))
 
     async def _first_of(self, awaitable: Awaitable[object]) -> None:
         """Awaits it, or the order to drain, whichever comes first."""
@@ -218,38 +225,38 @@ class TidemillWorker(Worker):
 
     async def _drop_cancelled(self) -> None:
         """Stops jobs as soon as they are cancelled: their leases are gone by then."""
-        back_off = FIRST_BACK_OFF_S
+        delays = backoff()
         while True:
             try:
                 if await self.queue.wait_for_orders(ORDERS_WAIT_S):
                     await self.runner.held.renew()
-                back_off = FIRST_BACK_OFF_S
+                delays = backoff()
             except (RedisError, OSError) as error:
                 logger.debug("cannot listen for orders: %s", error)
-                await asyncio.sleep(back_off)
-                back_off = min(back_off * 2, MAX_BACK_OFF_S)
+                await asyncio.sleep(next(delays))
 
     async def _cancel_for_arq(self) -> None:
-        await self._aborts.carry_out()
+        await self.queue.link.call("aborts", self._aborts.carry_out())
 
     async def _every(self, seconds: float, action: Callable[[], Awaitable[None]]) -> None:
         while True:
-            await self._logging_trouble(action)
-            await asyncio.sleep(seconds)
+            worked = await self._in_spite_of_redis(action)
+            await asyncio.sleep(seconds if worked else min(seconds, RETRY_S))
 
-    async def _logging_trouble(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Does it; Redis trouble is logged, since the next time will try again."""
+    async def _in_spite_of_redis(self, action: Callable[[], Awaitable[None]]) -> bool:
+        """Does it; False where Redis does not let it, since the next time will try again."""
         try:
             await action()
         except (RedisError, OSError) as error:
-            name = getattr(action, "__name__", "action").strip("_")
-            logger.warning("%s: %s", name, error)
+            logger.debug("%s: %s", getattr(action, "__name__", "action").strip("_"), error)
+            return False
+        return True
 
     async def _beat(self) -> None:
         """Heartbeats, and one more soon after there is news."""
         news = self.runner.held.news
         while True:
-            await self._logging_trouble(self._tell_status)
+            await self._in_spite_of_redis(self._tell_status)
             await asyncio.sleep(MIN_HEARTBEAT_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S - MIN_HEARTBEAT_S):
@@ -257,15 +264,19 @@ class TidemillWorker(Worker):
             news.clear()
 
     async def _tell_status(self) -> None:
-        await self.heart_beat()
+        await within(self.heart_beat())
         batcher = self.ctx.get("batcher")
         if isinstance(batcher, Batcher):
-            await self._heartbeat.write(
+            trouble = self.queue.link.trouble
+            write = self._heartbeat.write(
                 batcher,
                 self.state,
                 jobs_done=self.jobs_complete,
                 jobs_failed=self.jobs_failed,
+                results_held=self.results.unwritten,
+                redis="ok" if trouble is None else str(trouble),
             )
+            await self.queue.link.call("heartbeat", write)
 
     def handle_sig(self, signum: signal.Signals) -> None:
         """The first signal drains the worker, the second hands back at once what it holds."""

@@ -2,6 +2,7 @@
 -- ARGV: ms that a result is kept, then for each job id, result.
 -- Returns for each: 1 cancelled, 2 cancelled while it ran (its worker is told), 3 it had ended
 -- already, 4 a stock arq worker runs it (nothing was done), 0 there is no such job.
+begin_writing()
 local answers = {}
 for i = 2, #ARGV, 2 do
   local id, record = ARGV[i], ARGV[i + 1]

@@ -2,6 +2,7 @@
 -- ARGV: for each job id, token, result, ms that it is kept, reply stream ('' for none), its last
 -- `Try` where it is given up ('' otherwise).
 -- Returns 1 for each job whose result was written, 0 where a second finisher was refused.
+begin_writing()
 local written = {}
 for i = 1, #ARGV, 6 do
   local id, token, record, ttl_ms, reply, last_try =

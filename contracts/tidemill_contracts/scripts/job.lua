@@ -8,6 +8,10 @@ local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]
 local now_ms = math.floor(now_us / 1000)
 
+-- Changes nothing, but a read-only replica refuses it: what that knows of jobs may be old. And after
+-- it a server whose memory is full lets the script go on, as it must where room is made.
+local function begin_writing() redis.call('DEL', queue .. ':none') end
+
 local function ring()
   local doorbell = queue .. ':doorbell'
   if redis.call('LLEN', doorbell) == 0 then redis.call('LPUSH', doorbell, '1') end

@@ -5,6 +5,7 @@
 -- With a delay the job is due that much later; without one it takes its old place again, a suspect
 -- among the suspects. Jobs that no longer belong to the caller are left alone.
 -- Returns how many were handed back.
+begin_writing()
 local released = 0
 for i = 1, #ARGV, 9 do
   local id, token, score, delay, refund, suspect, entry =

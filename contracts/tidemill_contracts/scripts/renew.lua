@@ -1,5 +1,6 @@
 -- Renews leases. KEYS: queue. ARGV: lease_ms, then id, token, …
 -- Returns the ids that now belong to somebody else or have ended.
+begin_writing()
 local lease_ms = tonumber(ARGV[1])
 local lost = {}
 for i = 2, #ARGV, 2 do

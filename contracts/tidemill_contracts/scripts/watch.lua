@@ -4,6 +4,7 @@
 -- ARGV  the caller's reply stream; then the ids
 -- Returns for each id its result record, or 1 where the stream will hear of it, or 0 where
 --       neither the job nor its result exists.
+begin_writing()
 local stream = ARGV[1]
 local answers = {}
 

@@ -39,6 +39,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Completion tokens that took no step of their own, because a guess was right."""
     jobs_done: int
     jobs_failed: int
+    results_held: int = 0
+    """Finished jobs whose results Redis has not taken yet."""
+    redis: str = "ok"
+    """Or what is wrong, since when: ``unreachable since 2026-11-30T09:15:02+00:00: …``."""
     started_at: float
     """Seconds since the Unix epoch, as is `updated_at`."""
     updated_at: float

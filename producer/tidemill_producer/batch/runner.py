@@ -72,16 +72,17 @@ class BatchRun:
                 raise BatchError(f"Cannot read the input: {error.strerror}") from error
             if not chunk:
                 return
-            good = {}
+            good = []
             for row in chunk:
                 if isinstance(row, BadLine):
                     self._write_bad_line(row)
                 else:
-                    good[row.job.id] = row
+                    good.append(row)
             self._in_flight += len(good)
-            jobs = (row.job for row in good.values())
+            rows = iter(good)
+            jobs = (row.job for row in good)
             async for handle in self._producer.enqueue_many(jobs, wait_for_room=True):
-                row = good[handle.id]
+                row = next(rows)
                 # Only what is needed later: the prompts of a window may be gigabytes.
                 expected, task = row.job.metadata.get(EXPECTED), row.job.metadata.get(TASK, "")
                 group.create_task(self._finish(group, handle, row.custom_id, expected, task))
