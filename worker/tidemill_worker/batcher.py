@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -56,11 +56,17 @@ class Batcher:
     """A loaded model that generates for any number of callers at once."""
 
     def __init__(
-        self, config: WorkerConfig, runner: ModelRunner, text: TextModel, model_hash: str
+        self,
+        config: WorkerConfig,
+        clock: Callable[[], float],
+        runner: ModelRunner,
+        text: TextModel,
+        model_hash: str,
     ) -> None:
         self.config = config
         self.runner = runner
         self.text = text
+        self._clock = clock
         self._model_hash = model_hash
         self.model_name = config.served_model_name or served_name(config.model)
         self.crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -86,14 +92,16 @@ class Batcher:
             self._scheduler,
             self._deliver_from_engine,
             max_wait_ms=config.max_wait_ms,
+            clock=clock,
             initialise=self._initialise_engine,
             on_crash=self._crash_from_engine,
         )
 
     @classmethod
-    async def start(cls, config: WorkerConfig) -> Batcher:
-        """Loads the model and starts the engine. Raises `ModelError` where it cannot."""
-        batcher = cls(config, *await asyncio.to_thread(_load, config))
+    async def start(cls, config: WorkerConfig, clock: Callable[[], float] = time.time) -> Batcher:
+        """Loads the model and starts the engine. `clock` gives seconds since the Unix epoch, by
+        which deadlines are judged. Raises `ModelError` where it cannot."""
+        batcher = cls(config, clock, *await asyncio.to_thread(_load, config))
         batcher._engine.start()
         await asyncio.wait({batcher._ready, batcher.crashed}, return_when=asyncio.FIRST_COMPLETED)
         if batcher.crashed.done():
@@ -119,6 +127,10 @@ class Batcher:
     @property
     def rows_waiting(self) -> int:
         return max(0, len(self._waiting) - self.rows_running)
+
+    @property
+    def pages_held(self) -> int:
+        return self._scheduler.pool.used
 
     @property
     def eta_s(self) -> float | None:
@@ -148,7 +160,7 @@ class Batcher:
                 ErrorCode.MODEL_NOT_FOUND,
                 f"This worker serves {self.model_name!r}, not {job.model!r} - at `$.model`",
             )
-        if job.deadline is not None and job.deadline <= time.time():
+        if job.deadline is not None and job.deadline <= self._clock():
             raise JobFailed.of(ErrorCode.EXPIRED, "The deadline passed before the job was started")
         if job.sampling.prompt_logprobs is not None and self.runner.lacks("score"):
             raise JobFailed.of(
@@ -225,7 +237,8 @@ class Batcher:
             self.text,
             grammars=await self._grammars.for_rows(job, prompt),
             max_tokens=max_tokens,
-            enqueued_at=enqueued_at,
+            # A clock that is ahead must not put its jobs behind all others.
+            enqueued_at=min(enqueued_at, self._clock()),
             seed=seed,
         )
 

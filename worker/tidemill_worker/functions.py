@@ -5,6 +5,7 @@ The same three run under Tidemill's own worker and under stock arq.
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from typing import Any
 
@@ -20,7 +21,7 @@ Context = dict[Any, Any]
 async def startup(ctx: Context) -> None:
     """Loads the model before the first job is claimed."""
     config = ctx.get("config") or config_from_env()
-    ctx["batcher"] = await Batcher.start(config)
+    ctx["batcher"] = await Batcher.start(config, ctx.get("clock", time.time))
 
 
 async def shutdown(ctx: Context) -> None:

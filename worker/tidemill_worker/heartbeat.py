@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from tidemill_contracts import keys
 from tidemill_contracts.wire.status import WorkerState, WorkerStatus, encode_status
 from tidemill_worker.batcher import Batcher
+from tidemill_worker.clock import RedisClock
 from tidemill_worker.settings import WorkerConfig
 
 STATUS_TTL_MS = 10_000
@@ -18,9 +19,10 @@ STATUS_TTL_MS = 10_000
 class Heartbeat:
     """One worker's status in Redis."""
 
-    def __init__(self, redis: Redis, config: WorkerConfig) -> None:
+    def __init__(self, redis: Redis, config: WorkerConfig, clock: RedisClock) -> None:
         self._redis = redis
         self._config = config
+        self._clock = clock
         self._started_at = time.time()
 
     async def write(
@@ -41,13 +43,14 @@ class Heartbeat:
             results_held=results_held,
             redis=redis,
         )
-        now_ms = int(status.updated_at * 1000)
+        now_ms = int(self._clock() * 1000)
         workers = keys.workers_key(self._config.queue)
         await self._redis.set(
             keys.worker_key(self._config.queue, status.id), encode_status(status), px=STATUS_TTL_MS
         )
         await self._redis.zadd(workers, {status.id: now_ms})
-        await self._redis.zremrangebyscore(workers, "-inf", now_ms - 60_000)
+        if self._clock.told:  # or the others may only seem dead
+            await self._redis.zremrangebyscore(workers, "-inf", now_ms - 60_000)
 
     async def remove(self) -> None:
         """Says goodbye: this worker is no longer among the queue's."""
@@ -67,6 +70,7 @@ class Heartbeat:
             max_rows=self._config.max_rows,
             rows_running=batcher.rows_running,
             rows_waiting=batcher.rows_waiting,
+            pages_held=batcher.pages_held,
             eta_s=batcher.eta_s,
             steps=stats.steps,
             row_steps=stats.row_steps,

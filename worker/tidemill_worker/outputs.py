@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import secrets
 import struct
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -46,9 +45,6 @@ def make_rows(
 ) -> list[Row]:
     """One row for each output that the job asks for, seeded one by one; `grammars` has one for
     each of them, or none; `seed` was drawn for the job before, and counts where it gives none.
-
-    A job that says it was enqueued in the future is taken to have been enqueued now: a clock that
-    is ahead must not put its jobs behind all others.
 
     Raises `JobFailed` where an option names a token that the model does not have, the result would
     be too large, or there is no room for what the job asks.
@@ -100,7 +96,7 @@ def make_rows(
                 priority=job.priority,
                 deadline=job.deadline,
                 cache_salt=job.cache_salt,
-                enqueued_at=min(enqueued_at, time.time()),
+                enqueued_at=enqueued_at,
             )
         )
     return rows

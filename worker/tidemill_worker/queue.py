@@ -20,6 +20,7 @@ from tidemill_contracts.connections import CALL_TIMEOUT_S, is_passing
 from tidemill_contracts.scripts import load_script
 from tidemill_contracts.wire import MAX_JOB_BYTES
 from tidemill_contracts.wire.lifecycle import Try, encode_try
+from tidemill_worker.clock import RedisClock
 from tidemill_worker.link import RedisLink
 
 MIN_RENEW_TIMEOUT_S = 1.0
@@ -114,7 +115,9 @@ class JobQueue:
         lease_ms: int = 15_000,
         result_ttl_ms: int = keys.RESULT_TTL_MS,
         max_tries: int = 5,
+        clock: RedisClock | None = None,
     ) -> None:
+        """`clock` is told Redis's time with every claim."""
         self.redis = redis
         self.link = RedisLink(redis)
         self.name = queue
@@ -122,6 +125,7 @@ class JobQueue:
         self.lease_ms = lease_ms
         self.result_ttl_ms = result_ttl_ms
         self.max_tries = max_tries
+        self.clock = clock or RedisClock()
         self._instance = uuid.uuid4().hex
         self._doorbell = keys.doorbell_key(queue)
         self._orders = keys.orders_key(queue, self._instance)
@@ -143,7 +147,7 @@ class JobQueue:
         if self._doubtful is not None:
             token = self._doubtful
             adopt = self._adopt(keys=[self.name], args=[self.lease_ms, token])
-            adopted = _claimed(await self.link.call("claim", adopt), token)
+            adopted = self._received(await self.link.call("claim", adopt), token)
             self._doubtful = None
             if adopted.claims:
                 return adopted
@@ -163,11 +167,15 @@ class JobQueue:
             ],
         )
         try:
-            return _claimed(await self.link.call("claim", claim), token)
+            return self._received(await self.link.call("claim", claim), token)
         except (RedisError, OSError) as error:
             if is_passing(error):
                 self._doubtful = token
             raise
+
+    def _received(self, reply: Sequence[Any], token: str) -> Claimed:
+        self.clock.tell(int(reply[0]))
+        return _claimed(reply, token)
 
     async def wait(self, timeout_s: float) -> None:
         """Sleeps until somebody rings the doorbell, for at most `timeout_s`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from functools import partial
 from typing import Any
 
@@ -57,7 +56,7 @@ class JobRunner:
 
     async def _run(self, job_id: str) -> None:
         claim = self.held.claims[job_id]
-        started_ms = time.time_ns() // 1_000_000
+        started_ms = int(self._queue.clock() * 1000)
         record: JobRecord | None = None
         job: GenerationJob | None = None
         given_up: Try | None = None
@@ -92,7 +91,7 @@ class JobRunner:
                 logger.exception("! %s failed", job_id)
         function = record.function if record else GENERATE
         enqueued_ms = record.enqueue_time_ms if record else started_ms
-        finished_ms = time.time_ns() // 1_000_000
+        finished_ms = int(self._queue.clock() * 1000)
         encode = partial(
             encode_result_record,
             value,

@@ -25,6 +25,7 @@ from tidemill_contracts.wire.status import WorkerState
 from tidemill_worker.arq_aborts import ArqAborts
 from tidemill_worker.batcher import Batcher
 from tidemill_worker.checkpoints import Checkpoints
+from tidemill_worker.clock import RedisClock
 from tidemill_worker.connect import connect
 from tidemill_worker.functions import Context, generate, shutdown, startup
 from tidemill_worker.heartbeat import Heartbeat
@@ -64,6 +65,7 @@ class TidemillWorker(Worker):
         self.runner: JobRunner
         self._heartbeat: Heartbeat
         self._aborts: ArqAborts
+        self._clock = RedisClock()
         self._drain = asyncio.Event()
         self._hand_back = asyncio.Event()
         super().__init__(
@@ -81,7 +83,7 @@ class TidemillWorker(Worker):
             burst=config.burst,
             job_serializer=serializer,
             job_deserializer=deserializer,
-            ctx={**(ctx or {}), "config": config},
+            ctx={**(ctx or {}), "config": config, "clock": self._clock},
         )
 
     async def main(self) -> None:
@@ -96,6 +98,7 @@ class TidemillWorker(Worker):
             lease_ms=self.config.lease_ms,
             result_ttl_ms=int(self.config.result_ttl * 1000),
             max_tries=self.config.max_tries,
+            clock=self._clock,
         )
         self.results = ResultWriter(self.queue)
         checkpoints = Checkpoints(
@@ -105,7 +108,7 @@ class TidemillWorker(Worker):
             seconds=self.config.checkpoint_s,
         )
         self.runner = JobRunner(self, self.queue, self.results, checkpoints)
-        self._heartbeat = Heartbeat(self.pool, self.config)
+        self._heartbeat = Heartbeat(self.pool, self.config, self._clock)
         self._aborts = ArqAborts(self.pool, self.queue_name, self.queue.result_ttl_ms)
         if self.on_startup:
             await self.on_startup(self.ctx)

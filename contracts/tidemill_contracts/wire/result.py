@@ -41,8 +41,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds since the job was enqueued.
 
-    Enqueue time is the producer's clock and the rest the worker's: skew between two machines
-    shows in these figures and nowhere else.
+    Enqueue time is the producer's clock and the rest Redis's: skew between the two shows in these
+    figures and nowhere else.
     """
 
     queued_ms: float

@@ -23,6 +23,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     rows_running: int
     rows_waiting: int
     """Claimed, not yet scheduled."""
+    pages_held: int = 0
+    """KV pages that rows hold; those that are only cached are free."""
     eta_s: float | None = None
     """Seconds until these rows are done, judged by the latest steps and outputs; ``None`` while
     there have been too few."""
