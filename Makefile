@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := contracts producer worker tests tools benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-light check format clean
+.PHONY: help demo test test-light chaos chaos-short check format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,18 @@ check: $(VENV)/.dev ## Lint, formatting and types
 
 test-light: $(VENV)-light/.light ## Test the producer alone, without torch or arq, on the newest redis-py
 	$(VENV)-light/bin/python -m pytest tests/producer
+
+# The same storm again: make chaos TIDEMILL_CHAOS_SEED=… with the seed that it printed.
+chaos: export TIDEMILL_CHAOS_JOBS ?= 2000
+chaos: export TIDEMILL_CHAOS_WORKER_KILLS ?= 50
+chaos: export TIDEMILL_CHAOS_SERVER_KILLS ?= 10
+chaos: export TIDEMILL_CHAOS_PAUSES ?= 8
+chaos: export TIDEMILL_CHAOS_DRAINS ?= 8
+chaos chaos-short: export TIDEMILL_CHAOS_SEED ?=
+chaos: chaos-short ## As chaos-short, but 2000 jobs, 50 killed workers and 10 killed servers
+
+chaos-short: $(VENV)/.dev ## Kill workers and Redis at random, by a seed that is printed
+	$(BIN)/python -m pytest -s tests/chaos/test_storm.py
 
 format: $(VENV)/.dev ## Format the code and sort its imports
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -173,7 +173,7 @@ class JobQueue:
                 self._doubtful = token
             raise
 
-    def _received(self, reply: Sequence[Any], token: str) -> Claimed:
+    def _received(self, reply: list[Any], token: str) -> Claimed:
         self.clock.tell(int(reply[0]))
         return _claimed(reply, token)
 
