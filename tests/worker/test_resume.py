@@ -26,8 +26,9 @@ from tidemill_contracts.wire import (
     SamplingParams,
 )
 from tidemill_contracts.wire.progress import Progress, decode_progress
-from tidemill_worker.batcher import Batcher, EngineCrashed
+from tidemill_worker.batcher import Batcher
 from tidemill_worker.engine.row import Row
+from tidemill_worker.generator import EngineCrashed
 
 PROMPT = "What is 2 + 3?"
 Pieces = list[bytes]

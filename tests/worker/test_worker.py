@@ -38,8 +38,9 @@ from tidemill_contracts.wire.arq_format import (
     serializer,
 )
 from tidemill_producer.embedded import EmbeddedRedis
-from tidemill_worker.batcher import Batcher, EngineCrashed
+from tidemill_worker.batcher import Batcher
 from tidemill_worker.connect import RedisUnreachable
+from tidemill_worker.generator import EngineCrashed
 from tidemill_worker.queue import Finished, JobQueue
 from tidemill_worker.settings import make_config
 from tidemill_worker.worker import TidemillWorker

@@ -12,7 +12,7 @@ __all__ = ["WorkerSettings"]
 
 
 def __getattr__(name: str) -> Any:
-    # Made on demand: it reads the environment and imports torch.
+    # Made on demand: it reads the environment and imports arq.
     if name == "WorkerSettings":
         from tidemill_worker.arq_settings import worker_settings
 

@@ -26,7 +26,6 @@ from tidemill_contracts.wire import (
     GenerationJob,
     GenerationResult,
     JobFailed,
-    TidemillError,
 )
 from tidemill_contracts.wire.progress import Progress, UnfitProgress
 from tidemill_worker.engine.calls import EngineStats
@@ -35,6 +34,7 @@ from tidemill_worker.engine.pages import PagePool
 from tidemill_worker.engine.row import Row
 from tidemill_worker.engine.runner import ModelRunner
 from tidemill_worker.engine.scheduler import Scheduler
+from tidemill_worker.generator import EngineCrashed, Figures
 from tidemill_worker.outputs import make_receipt, make_result, make_rows, thinking_room
 from tidemill_worker.progress import Recorder, basis_of, hash_model, read_progress, resume
 from tidemill_worker.settings import WorkerConfig
@@ -46,10 +46,6 @@ logger = logging.getLogger("tidemill.worker")
 DEMO_MODEL = "demo"
 _INLINE_CHARACTERS = 16_384
 """Tokenising a prompt of up to this many characters takes less than a thread switch is worth."""
-
-
-class EngineCrashed(TidemillError):
-    """The engine's loop has failed: a fault of the worker, whose log has the traceback."""
 
 
 class Batcher:
@@ -136,6 +132,27 @@ class Batcher:
     def eta_s(self) -> float | None:
         """Seconds until every row is done, if none comes; ``None`` while that is not known."""
         return self._engine.eta_s
+
+    @property
+    def figures(self) -> Figures:
+        runtime, contract, stats = self.runner.runtime, self.runner.contract, self.stats
+        return Figures(
+            model=self.model_name,
+            contract=f"{contract.model} {contract.abi_fingerprint()[:12]}",
+            device=str(runtime.device),
+            dtype=str(runtime.dtype).removeprefix("torch."),
+            rows_running=self.rows_running,
+            rows_waiting=self.rows_waiting,
+            pages_held=self.pages_held,
+            eta_s=self.eta_s,
+            steps=stats.steps,
+            row_steps=stats.row_steps,
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.completion_tokens,
+            cached_tokens=stats.cached_tokens,
+            draft_tokens=stats.draft_tokens,
+            accepted_draft_tokens=stats.accepted_draft_tokens,
+        )
 
     def recorder(self, job_id: str) -> Recorder | None:
         """Tells of the progress of a job that runs; ``None`` while it is being tokenised."""

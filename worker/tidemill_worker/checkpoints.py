@@ -7,10 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tidemill_contracts.wire.progress import MAX_PROGRESS_BYTES
-from tidemill_worker.progress import Recorder
 from tidemill_worker.queue import Claim, JobQueue, Piece
+
+if TYPE_CHECKING:
+    from tidemill_worker.progress import Recorder
 
 logger = logging.getLogger("tidemill.worker")
 

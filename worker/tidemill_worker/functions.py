@@ -11,7 +11,7 @@ from typing import Any
 
 from tidemill_contracts.wire import ErrorCode, GenerationJob, GenerationResult, JobFailed
 from tidemill_contracts.wire.codec import convert_job
-from tidemill_worker.batcher import Batcher
+from tidemill_worker.generator import Generator
 from tidemill_worker.settings import config_from_env
 
 Context = dict[Any, Any]
@@ -20,12 +20,15 @@ Context = dict[Any, Any]
 
 async def startup(ctx: Context) -> None:
     """Loads the model before the first job is claimed."""
+    # Takes torch with it, which a worker whose hook starts another generator does not need.
+    from tidemill_worker.batcher import Batcher
+
     config = ctx.get("config") or config_from_env()
     ctx["batcher"] = await Batcher.start(config, ctx.get("clock", time.time))
 
 
 async def shutdown(ctx: Context) -> None:
-    batcher: Batcher | None = ctx.pop("batcher", None)
+    batcher: Generator | None = ctx.pop("batcher", None)
     if batcher is not None:
         await batcher.close()
 
@@ -35,7 +38,7 @@ async def generate(ctx: Context, job: object) -> GenerationResult:
 
     Raises `InvalidMessage` or `JobFailed`.
     """
-    batcher: Batcher = ctx["batcher"]
+    batcher: Generator = ctx["batcher"]
     job_id: str = ctx["job_id"]
     enqueued_at: datetime = ctx["enqueue_time"]
     if not isinstance(job, GenerationJob):

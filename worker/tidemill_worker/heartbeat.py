@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from redis.asyncio import Redis
 
 from tidemill_contracts import keys
 from tidemill_contracts.wire.status import WorkerState, WorkerStatus, encode_status
-from tidemill_worker.batcher import Batcher
 from tidemill_worker.clock import RedisClock
+from tidemill_worker.generator import Figures
 from tidemill_worker.settings import WorkerConfig
 
 STATUS_TTL_MS = 10_000
@@ -27,7 +28,7 @@ class Heartbeat:
 
     async def write(
         self,
-        batcher: Batcher,
+        figures: Figures,
         state: WorkerState,
         *,
         jobs_done: int,
@@ -36,7 +37,7 @@ class Heartbeat:
         redis: str,
     ) -> None:
         status = self._status(
-            batcher,
+            figures,
             state,
             jobs_done=jobs_done,
             jobs_failed=jobs_failed,
@@ -58,27 +59,12 @@ class Heartbeat:
         await self._redis.delete(keys.worker_key(queue, name))
         await self._redis.zrem(keys.workers_key(queue), name)
 
-    def _status(self, batcher: Batcher, state: WorkerState, **counts: Any) -> WorkerStatus:
-        runtime, contract, stats = batcher.runner.runtime, batcher.runner.contract, batcher.stats
+    def _status(self, figures: Figures, state: WorkerState, **counts: Any) -> WorkerStatus:
         return WorkerStatus(
             id=self._config.name,
             state=state,
-            model=batcher.model_name,
-            contract=f"{contract.model} {contract.abi_fingerprint()[:12]}",
-            device=str(runtime.device),
-            dtype=str(runtime.dtype).removeprefix("torch."),
             max_rows=self._config.max_rows,
-            rows_running=batcher.rows_running,
-            rows_waiting=batcher.rows_waiting,
-            pages_held=batcher.pages_held,
-            eta_s=batcher.eta_s,
-            steps=stats.steps,
-            row_steps=stats.row_steps,
-            prompt_tokens=stats.prompt_tokens,
-            completion_tokens=stats.completion_tokens,
-            cached_tokens=stats.cached_tokens,
-            draft_tokens=stats.draft_tokens,
-            accepted_draft_tokens=stats.accepted_draft_tokens,
+            **asdict(figures),
             **counts,
             started_at=self._started_at,
             updated_at=time.time(),

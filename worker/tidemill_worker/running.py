@@ -29,9 +29,9 @@ from tidemill_contracts.wire.arq_format import (
     encode_result_record,
     error_of,
 )
-from tidemill_worker.batcher import EngineCrashed
 from tidemill_worker.checkpoints import Checkpoints
 from tidemill_worker.functions import Context
+from tidemill_worker.generator import EngineCrashed
 from tidemill_worker.held import HeldJobs
 from tidemill_worker.queue import Claim, Finished, JobQueue
 from tidemill_worker.results import ResultWriter

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from arq.connections import ArqRedis
 from arq.worker import Worker, func
@@ -23,17 +23,19 @@ from tidemill_contracts.connections import backoff, within
 from tidemill_contracts.wire.arq_format import GENERATE, deserializer, serializer
 from tidemill_contracts.wire.status import WorkerState
 from tidemill_worker.arq_aborts import ArqAborts
-from tidemill_worker.batcher import Batcher
 from tidemill_worker.checkpoints import Checkpoints
 from tidemill_worker.clock import RedisClock
 from tidemill_worker.connect import connect
 from tidemill_worker.functions import Context, generate, shutdown, startup
+from tidemill_worker.generator import Generator
 from tidemill_worker.heartbeat import Heartbeat
-from tidemill_worker.progress import Recorder
 from tidemill_worker.queue import JobQueue
 from tidemill_worker.results import ResultWriter
 from tidemill_worker.running import JobRunner
 from tidemill_worker.settings import WorkerConfig
+
+if TYPE_CHECKING:
+    from tidemill_worker.progress import Recorder
 
 logger = logging.getLogger("tidemill.worker")
 
@@ -123,7 +125,7 @@ class TidemillWorker(Worker):
         ]
         serve = asyncio.create_task(self._serve(), name="serve")
         crashed: list[asyncio.Future[None]] = []
-        if isinstance(batcher := self.ctx.get("batcher"), Batcher):
+        if (batcher := self._generator) is not None:
             crashed.append(batcher.crashed)
         logger.info("ready, at most %d jobs at once from %s", self.max_jobs, self.queue_name)
         try:
@@ -174,9 +176,15 @@ class TidemillWorker(Worker):
             await self.runner.held.release(unstarted)
             logger.info("handed %d jobs back that had not begun", len(unstarted))
 
+    @property
+    def _generator(self) -> Generator | None:
+        """What start-up has put into the context; nothing where only other functions are served."""
+        found: Generator | None = self.ctx.get("batcher")
+        return found
+
     def _recorder(self, job_id: str) -> Recorder | None:
-        batcher = self.ctx.get("batcher")
-        return batcher.recorder(job_id) if isinstance(batcher, Batcher) else None
+        batcher = self._generator
+        return None if batcher is None else batcher.recorder(job_id)
 
     async def _claim_until_drained(self) -> None:
         held = self.runner.held
@@ -268,11 +276,10 @@ class TidemillWorker(Worker):
 
     async def _tell_status(self) -> None:
         await within(self.heart_beat())
-        batcher = self.ctx.get("batcher")
-        if isinstance(batcher, Batcher):
+        if (batcher := self._generator) is not None:
             trouble = self.queue.link.trouble
             write = self._heartbeat.write(
-                batcher,
+                batcher.figures,
                 self.state,
                 jobs_done=self.jobs_complete,
                 jobs_failed=self.jobs_failed,
