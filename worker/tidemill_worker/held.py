@@ -74,6 +74,12 @@ class HeldJobs:
     def _is_spent(self, claim: Claim) -> bool:
         return claim.tries > self._queue.max_tries
 
+    def room(self, most: int) -> int:
+        """How many jobs more may be claimed, of `most` that run. Those whose results are being
+        written take no room, so that the next ones come meanwhile, up to as many again."""
+        held = len(self.tasks)
+        return min(most - (held - len(self.finishing)), 2 * most - held)
+
     def held_for_ms(self, job_id: str) -> int:
         """How long ago the job was claimed."""
         return int((time.monotonic() - self._since[job_id]) * 1000)

@@ -195,7 +195,7 @@ class TidemillWorker(Worker):
                 was_away = True
                 continue
             held.task_ended.clear()
-            room = self.max_jobs - len(self.tasks)
+            room = held.room(self.max_jobs)
             if room <= 0 or held.alone:
                 await self._first_of(held.task_ended.wait())
                 continue

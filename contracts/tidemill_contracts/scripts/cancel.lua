@@ -23,7 +23,8 @@ for i = 2, #ARGV, 2 do
     redis.call('ZREM', suspects, id)
     redis.call('HDEL', later, id)
     leave_lanes(id)
-    end_job(id, record, ARGV[1], reply_of(JOB_PREFIX .. id))
+    local reply = reply_of(JOB_PREFIX .. id)
+    end_jobs({ { id = id, record = record, ttl_ms = ARGV[1], reply = reply } })
   end
   answers[#answers + 1] = answer
 end

@@ -16,16 +16,33 @@ local limit, lease_ms, token, instance, name = tonumber(ARGV[1]), tonumber(ARGV[
 local held, max_tries = tonumber(ARGV[6]), tonumber(ARGV[7])
 local max_job_bytes, max_bytes = tonumber(ARGV[8]), tonumber(ARGV[9])
 local SWEEP = 128
+local MAX_LOOK = 1000
 local quarantine = queue .. ':quarantine'
 local reply, claimed, bytes = { now_ms, -1, 0 }, 0, 0
 
+-- What is claimed is leased in so many jobs at once.
+local MAX_LEASED = 256
+local holder = token .. ' ' .. instance .. ' ' .. now_ms .. ' ' .. name
+local leased, held_by = {}, {}
+-- When leases end, of the jobs last looked at; and which of these a stock arq worker runs.
+local lease_ends, run_by_arq = {}, {}
+
+local function lease()
+  if #leased == 0 then return end
+  redis.call('ZADD', queue, unpack(leased))
+  redis.call('ZADD', leases, unpack(leased))
+  redis.call('HSET', holders, unpack(held_by))
+  leased, held_by = {}, {}
+end
+
 local function claim(id, score, suspect)
   redis.call('SET', IN_PROGRESS_PREFIX .. id, token, 'PX', lease_ms)
-  redis.call('ZADD', queue, now_ms + lease_ms, id)
-  redis.call('ZADD', leases, now_ms + lease_ms, id)
-  redis.call('HSET', holders, id, token .. ' ' .. instance .. ' ' .. now_ms .. ' ' .. name)
-  local tries = redis.call('INCR', RETRY_PREFIX .. id)
-  redis.call('PEXPIRE', RETRY_PREFIX .. id, RETRY_TTL_MS)
+  leased[#leased + 1], leased[#leased + 2] = now_ms + lease_ms, id
+  held_by[#held_by + 1], held_by[#held_by + 2] = id, holder
+  lease_ends[id] = now_ms + lease_ms
+  if #leased == 2 * MAX_LEASED then lease() end
+  local tries = tonumber(redis.call('GET', RETRY_PREFIX .. id) or 0) + 1
+  redis.call('SET', RETRY_PREFIX .. id, tries, 'PX', RETRY_TTL_MS)
   local payload = redis.call('STRLEN', JOB_PREFIX .. id)
   if payload <= max_job_bytes then payload = redis.call('GET', JOB_PREFIX .. id) end
   if type(payload) == 'string' then bytes = bytes + #payload end
@@ -75,10 +92,12 @@ if waiting > 0 then
     redis.call('DEL', quarantine)
   elseif held == 0 and claimed == 0 then
     take_suspect(first)
+    lease()
     return reply
   elseif redis.call('SET', quarantine, instance, 'NX', 'PX', 2 * lease_ms)
     or redis.call('GET', quarantine) == instance then
     redis.call('PEXPIRE', quarantine, 2 * lease_ms)
+    lease()
     reply[3] = 1
     return reply
   end
@@ -90,23 +109,40 @@ local moves = SWEEP
 local has_later = redis.call('EXISTS', later) == 1
 local priorities = redis.call('SMEMBERS', classes)
 
+local function look()
+  local most = math.min(limit - claimed, MAX_LOOK)
+  due = redis.call('ZRANGEBYSCORE', queue, '-inf', now_ms, 'WITHSCORES', 'LIMIT', 0, most)
+  at, more = 1, #due == 2 * most
+  lease_ends, run_by_arq = {}, {}
+  if #due == 0 then return end
+  local ids = {}
+  for i = 1, #due, 2 do ids[#ids + 1] = due[i] end
+  for n, lease_end in ipairs(redis.call('ZMSCORE', leases, unpack(ids))) do
+    lease_ends[ids[n]] = lease_end
+  end
+  local in_progress = keys_of(IN_PROGRESS_PREFIX, ids)
+  if redis.call('EXISTS', unpack(in_progress)) > 0 then
+    for n, key in ipairs(in_progress) do run_by_arq[ids[n]] = redis.call('EXISTS', key) == 1 end
+  end
+end
+
 local function due_head()
   while true do
     if at > #due then
       if not more then return nil end
-      due = redis.call('ZRANGEBYSCORE', queue, '-inf', now_ms, 'WITHSCORES', 'LIMIT', 0, limit)
-      at, more = 1, #due == 2 * limit
+      lease()
+      look()
       if #due == 0 then return nil end
     end
     local id, score = due[at], due[at + 1]
-    local lease = redis.call('ZSCORE', leases, id)
+    local leased_until = lease_ends[id]
     local deferred = has_later and moves > 0 and redis.call('HGET', later, id)
-    if lease then
+    if leased_until then
       -- Somebody moved it, as arq's `Job.abort` does: it runs nevertheless.
-      redis.call('ZADD', queue, lease, id)
+      redis.call('ZADD', queue, leased_until, id)
     elseif waiting > 0 and redis.call('ZSCORE', suspects, id) then
       redis.call('ZADD', queue, now_ms + HOLD_MS, id)
-    elseif redis.call('EXISTS', IN_PROGRESS_PREFIX .. id) == 1 then
+    elseif run_by_arq[id] then
       -- A stock arq worker runs it and leaves it at its old score: look again later.
       redis.call('ZADD', queue, now_ms + lease_ms, id)
     elseif deferred then
@@ -183,6 +219,7 @@ while room() do
   end
 end
 
+lease()
 local first = redis.call('ZRANGE', queue, 0, 0, 'WITHSCORES')
 if first[2] then
   reply[2] = math.max(0, first[2] - now_ms)

@@ -29,16 +29,34 @@ local function known(id, record, key)
   return not content or content == string.sub(record, -32)
 end
 
+-- Where none of the ids is known, as a rule, nothing needs to be asked for each of them.
+local asked = {}
+for at = first, #ARGV, width do
+  asked[#asked + 1], asked[#asked + 2] = JOB_PREFIX .. ARGV[at], RESULT_PREFIX .. ARGV[at]
+end
+local all_new = redis.call('EXISTS', unpack(asked)) == 0
+
+-- What goes into Redis together at the end: records, and scores in arq's set.
+local records, scores, mine = {}, {}, {}
+
+local function write()
+  if #records > 0 then redis.call('MSET', unpack(records)) end
+  if #scores > 0 then redis.call('ZADD', queue, unpack(scores)) end
+  records, scores = {}, {}
+end
+
 local function enqueue(id, record, priority, due, tenant, nth)
   local job_key = JOB_PREFIX .. id
-  if redis.call('EXISTS', job_key) == 1 then
+  if mine[id] then write() end
+  local is_new = all_new and not mine[id]
+  if not is_new and redis.call('EXISTS', job_key) == 1 then
     if not known(id, record, job_key) then return 5 end
     if reply_of(job_key) == stream then return 4 end
     redis.call('SADD', WAITERS_PREFIX .. id, stream)
     redis.call('PEXPIRE', WAITERS_PREFIX .. id, WAITERS_TTL_MS)
     return 3
   end
-  if redis.call('EXISTS', RESULT_PREFIX .. id) == 1 then
+  if not is_new and redis.call('EXISTS', RESULT_PREFIX .. id) == 1 then
     return known(id, record, RESULT_PREFIX .. id) and 2 or 5
   end
   if jobs + queued >= max_jobs then return 6 end
@@ -48,8 +66,11 @@ local function enqueue(id, record, priority, due, tenant, nth)
     redis.call('HINCRBY', load, '=' .. tenant, 1)
     redis.call('HSET', tenants, id, tenant)
   end
-  redis.call('SET', job_key, record)
-  if due == '' then
+  records[#records + 1], records[#records + 2] = job_key, record
+  mine[id] = true
+  if due == '' and tenant == '' and priority >= 0 then
+    scores[#scores + 1], scores[#scores + 2] = place_of(priority, arrival + nth / 4096), id
+  elseif due == '' then
     place(id, priority, tenant, arrival + nth / 4096, nth)
   else
     redis.call('ZADD', queue, string.sub(due, 1, 1) == '+' and now_ms + due or due, id)
@@ -68,6 +89,7 @@ for at = first, #ARGV, width do
   answers[nth + 1] = answer
   if answer > 4 then break end
 end
+write()
 if queued > 0 then
   redis.call('HINCRBY', load, 'bytes', added)
   ring()

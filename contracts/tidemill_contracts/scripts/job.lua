@@ -21,9 +21,11 @@ end
 -- keeps the order of those that come in one call.
 -- Jobs of a tenant, and of a priority below 0, wait in the lane of their priority, where tenants
 -- take turns: a tenant's job has the turn after its last one, but none that is over.
+local function place_of(priority, arrival) return arrival - priority * PRIORITY_STEP_MS end
+
 local function place(id, priority, tenant, arrival, nth)
   if tenant == '' and priority >= 0 then
-    redis.call('ZADD', queue, arrival - priority * PRIORITY_STEP_MS, id)
+    redis.call('ZADD', queue, place_of(priority, arrival), id)
     return
   end
   local turns = queue .. ':turns:' .. priority
@@ -63,14 +65,17 @@ local function reply_of(job_key)
   return string.sub(tail, found + 11, found + 10 + string.byte(tail, found + 10))
 end
 
+local function is_holder(token, holder, owner, score)
+  return holder and string.sub(holder, 1, #token) == token and (not owner or owner == token)
+    and score and true or false
+end
+
 -- Whether the caller's claim on a job is the last one, and no stock arq worker has it; then also
 -- whether its lease has run out, so that it may be among the suspects.
 local function holds(id, token)
-  local holder = redis.call('HGET', holders, id)
-  if not holder or string.sub(holder, 1, #token) ~= token then return false end
   local owner = redis.call('GET', IN_PROGRESS_PREFIX .. id)
-  if owner and owner ~= token or not redis.call('ZSCORE', queue, id) then return false end
-  return true, not owner
+  local held = is_holder(token, redis.call('HGET', holders, id), owner, redis.call('ZSCORE', queue, id))
+  return held, held and not owner
 end
 
 -- Adds a piece to a job's progress, of which the caller knows so many pieces; 0 begins it anew.
@@ -93,6 +98,13 @@ local function remember_try(id, entry)
   redis.call('PEXPIRE', HISTORY_PREFIX .. id, RETRY_TTL_MS)
 end
 
+-- What scripts cost is mostly the calls they make: what can be done for many jobs at once is.
+local function keys_of(prefix, ids)
+  local keys = {}
+  for n, id in ipairs(ids) do keys[n] = prefix .. id end
+  return keys
+end
+
 -- Takes a job out of all that counts jobs; `settle_load` writes down what that comes to.
 local freed_bytes, has_tenants = 0, redis.call('EXISTS', tenants) == 1
 local function uncount(id)
@@ -106,21 +118,33 @@ local function uncount(id)
   end
 end
 
--- The one end of a job: writes its result, tells who waits, and leaves nothing else behind.
-local function end_job(id, record, ttl_ms, reply)
-  redis.call('SET', RESULT_PREFIX .. id, record, 'PX', ttl_ms)
-  uncount(id)
-  redis.call('ZREM', queue, id)
-  redis.call('ZREM', leases, id)
-  redis.call('HDEL', holders, id)
-  local streams = redis.call('SMEMBERS', WAITERS_PREFIX .. id)
-  redis.call('DEL', IN_PROGRESS_PREFIX .. id, RETRY_PREFIX .. id, JOB_PREFIX .. id,
-    WAITERS_PREFIX .. id, HISTORY_PREFIX .. id, PROGRESS_PREFIX .. id)
-  if reply ~= '' then streams[#streams + 1] = reply end
-  for _, stream in ipairs(streams) do
-    -- A key of another type must not keep the result from being written.
-    redis.pcall('XADD', stream, '*', 'id', id)
-    redis.pcall('PEXPIRE', stream, REPLY_TTL_MS)
+-- The one end of jobs: writes their results, tells who waits, and leaves nothing else behind.
+-- `ended` has id, record, ms that it is kept and reply stream of each, a thousand at most.
+local function end_jobs(ended)
+  if #ended == 0 then return end
+  local ids, told = {}, {}
+  for n, job in ipairs(ended) do
+    ids[n] = job.id
+    uncount(job.id)
+    redis.call('SET', RESULT_PREFIX .. job.id, job.record, 'PX', job.ttl_ms)
+  end
+  redis.call('ZREM', queue, unpack(ids))
+  redis.call('ZREM', leases, unpack(ids))
+  redis.call('HDEL', holders, unpack(ids))
+  local awaited = redis.call('EXISTS', unpack(keys_of(WAITERS_PREFIX, ids))) > 0
+  for _, job in ipairs(ended) do
+    local streams = awaited and redis.call('SMEMBERS', WAITERS_PREFIX .. job.id) or {}
+    if job.reply ~= '' then streams[#streams + 1] = job.reply end
+    for _, stream in ipairs(streams) do
+      -- A key of another type must not keep the result from being written.
+      redis.pcall('XADD', stream, '*', 'id', job.id)
+      told[stream] = true
+    end
+  end
+  for stream in pairs(told) do redis.call('PEXPIRE', stream, REPLY_TTL_MS) end
+  for _, prefix in ipairs({ IN_PROGRESS_PREFIX, RETRY_PREFIX, JOB_PREFIX, WAITERS_PREFIX,
+    HISTORY_PREFIX, PROGRESS_PREFIX }) do
+    redis.call('DEL', unpack(keys_of(prefix, ids)))
   end
 end
 
