@@ -41,7 +41,8 @@ class StepGenerator:
         done = len(self._engine.runs)
         return Figures(
             model="fake", contract="fake", device="none", dtype="none", rows_running=0,
-            rows_waiting=0, eta_s=None, steps=done, row_steps=done, prompt_tokens=done,
+            rows_waiting=0,
+            pages_held=0, eta_s=None, steps=done, row_steps=done, prompt_tokens=done,
             completion_tokens=done, cached_tokens=0, draft_tokens=0, accepted_draft_tokens=0,
         )  # fmt: skip
 
@@ -93,7 +94,7 @@ class Tidemill(harness.Peer):
         config = WorkerConfig(model="fake", redis_url=self.url, max_rows=rows)
         worker = TidemillWorker(config, on_startup=start, handle_signals=False)
         serving = asyncio.create_task(worker.async_run())
-        while worker.state == "loading" and not serving.done():
+        while worker.state == "loading" and not serving.done():  # noqa: ASYNC110
             await asyncio.sleep(harness.POLL_S)
         engine.ready()
         try:

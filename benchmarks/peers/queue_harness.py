@@ -23,7 +23,7 @@ import time
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,8 +31,6 @@ from typing import Any, ClassVar
 PROMPT = "The sea is " * 36
 """400 characters, as many as the queues' own benchmarks take."""
 POLL_S = 0.002
-LEAST_DONE = 0.5
-"""Seconds after which workers that have run everything must have written it, too."""
 
 _SLOT = struct.Struct("=q")
 
@@ -120,6 +118,7 @@ class Peer(ABC):
     name: ClassVar[str]
 
     @classmethod
+    @abstractmethod
     def add_options(cls, parser: ArgumentParser) -> None:
         """Options beyond the server's URL."""
 
@@ -141,7 +140,7 @@ class Host:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._workers: list[int] = []
-        self._tally = Tally(0 or 1)
+        self._tally = Tally(1)
         self._notes = Path(tempfile.mkdtemp(prefix="queue-"))
         self._enqueued: dict[str, float] = {}
 
@@ -187,22 +186,25 @@ class Host:
         return {"seconds": asyncio.run(enqueue())}
 
     def do_drain(self, timeout_s: float) -> dict[str, Any]:
-        """Lets the workers go on, until every job has its result."""
+        """Lets the workers go on, until every job has its result or the time is up."""
 
         async def drain() -> float:
             async with self._peer.client() as client:
                 await client.left()
                 started = time.perf_counter()
                 self._signal(signal.SIGCONT)
-                while sum(self._tally.counts()) < len(self._enqueued):
-                    await asyncio.sleep(POLL_S)
-                    if time.perf_counter() - started > timeout_s:
-                        break
-                while await client.left() and time.perf_counter() - started < timeout_s:
+
+                async def is_drained() -> bool:
+                    return sum(self._tally.counts()) >= jobs and not await client.left()
+
+                give_up_at = started + timeout_s
+                while not await is_drained() and time.perf_counter() < give_up_at:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
                 return time.perf_counter() - started
 
-        return {"seconds": asyncio.run(drain()), "jobs": len(self._enqueued)}
+        jobs = len(self._enqueued)
+        seconds = asyncio.run(drain())
+        return {"seconds": seconds, "jobs": sum(self._tally.counts())}
 
     def do_flow(self, jobs: int, rate: float) -> dict[str, Any]:
         """Enqueues jobs and awaits all results: at a rate one by one, or in bulk at rate 0."""
@@ -281,12 +283,6 @@ async def _until_told(work: Any) -> None:
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     await task
-
-
-async def in_turns(job_ids: Sequence[str], at_once: int) -> AsyncIterator[Sequence[str]]:
-    """Ids by so many, for queues that have no call for many jobs."""
-    for at in range(0, len(job_ids), at_once):
-        yield job_ids[at : at + at_once]
 
 
 def main(kind: type[Peer]) -> None:

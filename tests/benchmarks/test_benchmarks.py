@@ -141,3 +141,25 @@ def test_the_matrix_unit_is_found_in_one_of_its_states() -> None:
     states = [json.loads(line) for line in done.stdout.splitlines()]
     assert 0 < sum(state["share"] for state in states) <= 1
     assert all(state["load_far"] > 0 for state in states)
+
+
+def test_the_queue_loses_and_doubles_nothing_while_it_is_measured() -> None:
+    done = run(
+        "benchmarks/queue_rates.py", "--rounds", "1", "--workers", "2", "--jobs", "100",
+        "--peer-jobs", "20", "--trips", "5", "--scenario", "enqueue", "--scenario", "drain",
+        "--scenario", "trip",
+    )  # fmt: skip
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    of = {(line["scenario"], line["queue"]): line for line in lines}
+    assert of.keys() == {
+        *((scenario, queue) for scenario in ("enqueue", "drain") for queue in ("tidemill", "arq")),
+        *(("trip", queue) for queue in ("tidemill", "arq", "arq-default")),
+    }
+    for (scenario, queue), jobs in {("drain", "tidemill"): 101, ("drain", "arq"): 21}.items():
+        drained = of[scenario, queue]
+        assert sum(drained["per_worker"]) == jobs
+        assert (drained["duplicates"], drained["missing"]) == (0, 0)
+    # Scripts call for many jobs what arq's clients send for each.
+    assert of["drain", "tidemill"]["commands"] < 3 < of["drain", "arq"]["commands"]
+    assert of["drain", "tidemill"]["inside"] > 1
+    assert "drain with 2 over arq's: " in done.stderr

@@ -15,6 +15,8 @@ from tidemill_worker.generator import Figures
 from tidemill_worker.settings import WorkerConfig
 
 STATUS_TTL_MS = 10_000
+FORGET_MS = 60_000
+"""After so long without a word a worker is no longer listed."""
 
 
 class Heartbeat:
@@ -25,6 +27,7 @@ class Heartbeat:
         self._config = config
         self._clock = clock
         self._started_at = time.time()
+        self._pruned_ms = 0
 
     async def write(
         self,
@@ -50,8 +53,10 @@ class Heartbeat:
             keys.worker_key(self._config.queue, status.id), encode_status(status), px=STATUS_TTL_MS
         )
         await self._redis.zadd(workers, {status.id: now_ms})
-        if self._clock.told:  # or the others may only seem dead
-            await self._redis.zremrangebyscore(workers, "-inf", now_ms - 60_000)
+        # By a clock that Redis has not told of, the others may only seem dead.
+        if self._clock.told and now_ms - self._pruned_ms > FORGET_MS:
+            await self._redis.zremrangebyscore(workers, "-inf", now_ms - FORGET_MS)
+            self._pruned_ms = now_ms
 
     async def remove(self) -> None:
         """Says goodbye: this worker is no longer among the queue's."""

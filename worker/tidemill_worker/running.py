@@ -200,7 +200,10 @@ class JobRunner:
             await self._worker.on_job_start(context)
         try:
             # A generation has its deadline; only other people's functions have arq's timeout.
-            async with asyncio.timeout(self._timeout_s(function)):
+            timeout_s = self._timeout_s(function)
+            if timeout_s is None:
+                return await function.coroutine(context, *args, **kwargs)
+            async with asyncio.timeout(timeout_s):
                 return await function.coroutine(context, *args, **kwargs)
         finally:
             if self._worker.on_job_end:

@@ -290,12 +290,10 @@ class GenerationJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        given = [
-            name
-            for name in ("prompt", "messages", "prompt_token_ids")
-            if getattr(self, name) is not None
-        ]
-        if len(given) != 1:
+        forms = self.prompt, self.messages, self.prompt_token_ids
+        if forms.count(None) != 2:
+            names = ("prompt", "messages", "prompt_token_ids")
+            given = [name for name, form in zip(names, forms, strict=True) if form is not None]
             found = " and ".join(f"`{name}`" for name in given) or "none"
             raise ValueError(
                 "Expected exactly one of `prompt`, `messages` and `prompt_token_ids`,"
