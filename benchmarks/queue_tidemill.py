@@ -41,9 +41,9 @@ class StepGenerator:
         done = len(self._engine.runs)
         return Figures(
             model="fake", contract="fake", device="none", dtype="none", rows_running=0,
-            rows_waiting=0,
-            pages_held=0, eta_s=None, steps=done, row_steps=done, prompt_tokens=done,
-            completion_tokens=done, cached_tokens=0, draft_tokens=0, accepted_draft_tokens=0,
+            rows_waiting=0, pages_held=0, eta_s=None, steps=done, row_steps=done,
+            prompt_tokens=done, completion_tokens=done, cached_tokens=0, draft_tokens=0,
+            accepted_draft_tokens=0,
         )  # fmt: skip
 
     def recorder(self, job_id: str) -> None:
