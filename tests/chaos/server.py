@@ -57,7 +57,7 @@ def _count(command: list[str], written: Written) -> None:
             written.results[key.removeprefix(keys.RESULT_PREFIX)] += 1
         case ["XADD", key, *_, "id", job_id] if key.startswith(keys.REPLY_PREFIX):
             written.replies[job_id] += 1
-        case ["INCR", key] if key.startswith(keys.RETRY_PREFIX):
+        case ["SET", key, *_] if key.startswith(keys.RETRY_PREFIX):
             written.claims[key.removeprefix(keys.RETRY_PREFIX)] += 1
         case ["RPUSH", key, *_] if key.startswith(keys.HISTORY_PREFIX):
             written.orphaned[key.removeprefix(keys.HISTORY_PREFIX)] += 1

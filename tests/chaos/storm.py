@@ -160,7 +160,9 @@ class Storm:
                         await self._rage()
                         await self._check(expected)
                     except BaseException:
-                        shutil.copytree(self._server.directory, self._directory / "server")
+                        sockets = shutil.ignore_patterns("*.sock")
+                        target = self._directory / "server"
+                        shutil.copytree(self._server.directory, target, ignore=sockets)
                         raise
         except BaseException as error:
             errors = [f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(error)]

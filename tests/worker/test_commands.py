@@ -122,7 +122,7 @@ async def test_the_worker_serves_says_so_and_drains_on_sigterm(
     await _enqueue(redis, "first", max_tokens=5)
     process = await asyncio.create_subprocess_exec(
         *TIDEMILL, "worker", "--model", str(tiny_model), "--redis", redis_url, *SMALL,
-        "--worker-id", "w1", stderr=asyncio.subprocess.PIPE,
+        "--worker-id", "w1", "--checkpoint-tokens", "1", stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         assert len(await _tokens(redis, "first")) == 5
@@ -137,8 +137,10 @@ async def test_the_worker_serves_says_so_and_drains_on_sigterm(
         assert status.eta_s == 0.0
         await _enqueue(redis, "second", max_tokens=400)
         await redis.lpush(keys.doorbell_key(QUEUE), "1")
+        # A checkpoint tells that it runs: what has not begun is handed back.
+        begun = keys.progress_key("second"), keys.result_key("second")
         async with asyncio.timeout(10):
-            while not await redis.exists(keys.in_progress_key("second")):
+            while not await redis.exists(*begun):
                 await asyncio.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None

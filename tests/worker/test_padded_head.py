@@ -24,7 +24,7 @@ async def test_ten_thousand_hot_draws_never_give_a_pad_row_nor_are_these_told_of
 ) -> None:
     path = small_model(tmp_path / "model", vocab_size=REAL)
     # The pad rows repeat token 0, so that each is as likely as a token.
-    monkeypatch.setattr(runner, "open_model", lambda path: (load_config(path), padded()))
+    monkeypatch.setattr(runner, "open_model", lambda path, _: (load_config(path), padded()))
     options = [{"top_k": 0}, {"top_k": 10**9, "top_p": 0.999}, {"min_p": 1e-9}, {"top_k": REAL}]
     jobs = [
         GenerationJob(
