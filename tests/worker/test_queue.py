@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
+from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from tests.worker.conftest import QUEUE, Push
 from tidemill_contracts import keys
-from tidemill_worker.queue import Claim, Claimed, Finished, JobQueue, Release
+from tidemill_worker.queue import MAX_RECORD_BYTES, Claim, Claimed, Finished, JobQueue, Release
 
 
 def _finished(claim: Claim, record: bytes = b"result", reply_to: str | None = None) -> Finished:
@@ -55,6 +58,29 @@ async def test_a_dead_workers_job_comes_before_an_older_backlog(
         await push(f"backlog-{i}", due_in_ms=-100_000)
     await asyncio.sleep(queue.lease_ms / 1000 + 0.05)
     assert (await _claim_one(queue)).id == "held"
+
+
+async def test_a_claim_whose_answer_was_lost_is_taken_up_as_it_was(
+    redis: Redis, push: Push, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = JobQueue(redis, QUEUE, lease_ms=60_000)
+    await push("large", record=bytes(MAX_RECORD_BYTES + 1))
+    await push("small")
+    call = queue.link.call
+
+    async def lose(name: str, awaited: Awaitable[Any], *timeout: float) -> Any:
+        await call(name, awaited, *timeout)
+        raise ConnectionError("cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue.link, "call", lose)
+        with pytest.raises(ConnectionError):
+            await queue.claim(2)
+    claims = {claim.id: claim for claim in (await queue.claim(2)).claims}
+    assert {claim.tries for claim in claims.values()} == {1}
+    assert claims["small"].payload
+    assert claims["large"].payload is None, "too large to be fetched, the second time too"
+    assert claims["large"].payload_bytes == MAX_RECORD_BYTES + 1
 
 
 async def test_renewing_keeps_a_job(queue: JobQueue, push: Push) -> None:

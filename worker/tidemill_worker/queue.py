@@ -146,7 +146,7 @@ class JobQueue:
         """
         if self._doubtful is not None:
             token = self._doubtful
-            adopt = self._adopt(keys=[self.name], args=[self.lease_ms, token])
+            adopt = self._adopt(keys=[self.name], args=[self.lease_ms, token, MAX_RECORD_BYTES])
             adopted = self._received(await self.link.call("claim", adopt), token)
             self._doubtful = None
             if adopted.claims:

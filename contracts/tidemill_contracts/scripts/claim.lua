@@ -43,16 +43,7 @@ local function claim(id, score, suspect)
   if #leased == 2 * MAX_LEASED then lease() end
   local tries = tonumber(redis.call('GET', RETRY_PREFIX .. id) or 0) + 1
   redis.call('SET', RETRY_PREFIX .. id, tries, 'PX', RETRY_TTL_MS)
-  local payload = redis.call('STRLEN', JOB_PREFIX .. id)
-  if payload <= max_job_bytes then payload = redis.call('GET', JOB_PREFIX .. id) end
-  if type(payload) == 'string' then bytes = bytes + #payload end
-  local old_place = string.format('%.17g', score)
-  local progress = redis.pcall('LRANGE', PROGRESS_PREFIX .. id, 0, -1)
-  if progress.err then progress = {} end
-  for _, piece in ipairs(progress) do bytes = bytes + #piece end
-  for _, value in ipairs({ id, old_place, tries, suspect, payload, progress }) do
-    reply[#reply + 1] = value
-  end
+  bytes = bytes + tell(reply, id, string.format('%.17g', score), tries, suspect, max_job_bytes)
   claimed = claimed + 1
 end
 

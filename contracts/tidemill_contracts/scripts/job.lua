@@ -78,6 +78,26 @@ local function holds(id, token)
   return held, held and not owner
 end
 
+local function renew_lease(id, token, lease_ms)
+  redis.call('SET', IN_PROGRESS_PREFIX .. id, token, 'PX', lease_ms)
+  redis.call('ZADD', queue, now_ms + lease_ms, id)
+  redis.call('ZADD', leases, now_ms + lease_ms, id)
+end
+
+-- Adds to `reply` what a claim tells of a job that it has leased. Returns how many bytes that has.
+local function tell(reply, id, old_place, tries, suspect, max_job_bytes)
+  local payload, bytes = redis.call('STRLEN', JOB_PREFIX .. id), 0
+  if payload <= max_job_bytes then payload = redis.call('GET', JOB_PREFIX .. id) end
+  if type(payload) == 'string' then bytes = #payload end
+  local progress = redis.pcall('LRANGE', PROGRESS_PREFIX .. id, 0, -1)
+  if progress.err then progress = {} end
+  for _, piece in ipairs(progress) do bytes = bytes + #piece end
+  for _, value in ipairs({ id, old_place, tries, suspect, payload, progress }) do
+    reply[#reply + 1] = value
+  end
+  return bytes
+end
+
 -- Adds a piece to a job's progress, of which the caller knows so many pieces; 0 begins it anew.
 -- False where it has others.
 local function add_progress(id, known, piece)

@@ -10,9 +10,7 @@ for i = 2, #ARGV, 2 do
     -- A lease that ran out while nobody else was there to claim the job is taken up again, and
     -- its worker has not died after all.
     if late and redis.call('ZREM', suspects, id) == 1 then redis.call('RPOP', HISTORY_PREFIX .. id) end
-    redis.call('SET', IN_PROGRESS_PREFIX .. id, token, 'PX', lease_ms)
-    redis.call('ZADD', queue, now_ms + lease_ms, id)
-    redis.call('ZADD', leases, now_ms + lease_ms, id)
+    renew_lease(id, token, lease_ms)
   else
     lost[#lost + 1] = id
   end
