@@ -31,7 +31,6 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ReadOnlyError,
-    RedisError,
     ResponseError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -54,9 +53,6 @@ DISCONNECTED = (RedisConnectionError, RedisTimeoutError, OSError)
 """No answer. The call may have got through all the same."""
 _PASSING = "LOADING|READONLY|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|BUSY|UNBLOCKED"
 _passing = re.compile(rf"(?:^|[ -])(?:{_PASSING})\b|read only replica|NOREPLICAS")
-
-Trouble = (RedisError, OSError)
-"""Everything that a call to Redis may raise."""
 
 
 def open_client(url: RedisUrl, make: Callable[[ConnectionPool], Redis] = Redis.from_pool) -> Redis:

@@ -110,10 +110,6 @@ def retry_key(job_id: str) -> str:
     return RETRY_PREFIX + job_id
 
 
-def history_key(job_id: str) -> str:
-    return HISTORY_PREFIX + job_id
-
-
 def dead_letter_key(job_id: str) -> str:
     return DEAD_PREFIX + job_id
 

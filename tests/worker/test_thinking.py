@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.tiny import DEMO, write_demo_model, write_tiny_model
+from tests.worker.served import batcher
 from tidemill_contracts.models.config import load_config
 from tidemill_contracts.wire import (
     ErrorCode,
@@ -33,7 +33,6 @@ from tidemill_worker.engine.row import Row
 from tidemill_worker.engine.scheduler import Chunk, Scheduler
 from tidemill_worker.engine.thinking import Thinking
 from tidemill_worker.outputs import make_result, make_rows
-from tidemill_worker.settings import make_config
 from tidemill_worker.text import TextModel
 
 VOCAB = 512
@@ -350,18 +349,6 @@ def test_thoughts_by_token_are_the_thoughts_by_text(ids: list[int], is_open: boo
     assert thinking.may_open == (not thought and not text.strip())
 
 
-@asynccontextmanager
-async def _batcher(path: Path, **settings: object) -> AsyncIterator[Batcher]:
-    config = make_config(
-        {"model": str(path), "dtype": "float32", "threads": 1, "kv_pages": 256, **settings}
-    )
-    started = await Batcher.start(config)
-    try:
-        yield started
-    finally:
-        await started.close()
-
-
 async def _all(model: Batcher, jobs: Iterable[GenerationJob]) -> list[GenerationResult]:
     now = time.time()
     return await asyncio.gather(*(model.generate(job, f"j{i}", now) for i, job in enumerate(jobs)))
@@ -391,7 +378,7 @@ async def test_thoughts_ended_by_a_budget_are_the_same_in_a_batch_preempted_or_c
 ) -> None:
     path = write_tiny_model(tmp_path / "model", _template(ENDINGS["opened by the prompt"]))
     jobs = _real_jobs()
-    async with _batcher(path) as model:
+    async with batcher(path) as model:
         alone = [(await _all(model, [job]))[0] for job in jobs]
         for job, result in zip(jobs, alone, strict=True):
             budget = job.chat.thinking_budget
@@ -410,7 +397,7 @@ async def test_thoughts_ended_by_a_budget_are_the_same_in_a_batch_preempted_or_c
         [again] = await _all(model, [given])
         assert first.token_ids[len(CLOSING) :][:20] == again.token_ids
     for settings in ({"max_step_tokens": 8}, {"kv_pages": 34, "page_size": 8}):
-        async with _batcher(path, **settings) as model:
+        async with batcher(path, **settings) as model:
             together = await _all(model, jobs)
         assert [r.token_ids for r in together] == [r.token_ids for r in alone], settings
 
@@ -426,17 +413,17 @@ async def test_a_length_left_open_is_for_the_answer_after_the_budget(
             "sampling": {"temperature": 0, "ignore_eos": True},
         }
     )
-    async with _batcher(path, default_max_tokens=6) as model:
+    async with batcher(path, default_max_tokens=6) as model:
         prompt_len = len(model.text.encode(job).token_ids)
         [result] = await _all(model, [job])
     assert len(result.token_ids) == 12 + len(CLOSING) + 6
     # Where the context is too short for that, the thoughts end sooner; the answer has its token.
     room = len(CLOSING) + 5
-    async with _batcher(path, default_max_tokens=6, max_model_len=prompt_len + room) as model:
+    async with batcher(path, default_max_tokens=6, max_model_len=prompt_len + room) as model:
         [result] = await _all(model, [job])
     assert result.token_ids[4 : 4 + len(CLOSING)] == CLOSING
     assert len(result.token_ids) == room
-    async with _batcher(
+    async with batcher(
         path, default_max_tokens=6, max_model_len=prompt_len + len(CLOSING)
     ) as model:
         with pytest.raises(JobFailed, match="leave no room for an answer"):

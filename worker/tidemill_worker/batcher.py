@@ -269,7 +269,7 @@ class Batcher:
     ) -> list[Row]:
         """The job's rows, as far as another worker had brought them. Raises `UnfitProgress`."""
         rows = await self._make_rows(job, job_id, prompt, enqueued_at, progress.seed)
-        await asyncio.to_thread(resume, rows, progress)
+        await asyncio.to_thread(resume, rows, progress, self._clock())
         tokens = sum(row.resumed for row in rows)
         logger.info("↪ %s goes on after %d tokens", job_id, tokens)
         return rows

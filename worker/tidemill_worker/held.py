@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Collection, Coroutine
 
 from redis.exceptions import RedisError
@@ -34,7 +33,6 @@ class HeldJobs:
         self._checkpoints = checkpoints
         self.tasks = tasks
         self.claims: dict[str, Claim] = {}
-        self._since: dict[str, float] = {}
         self.finishing: set[str] = set()
         """Jobs whose result is on its way to Redis: nothing stops them any more."""
         self.lost: set[str] = set()
@@ -48,7 +46,6 @@ class HeldJobs:
         known = claim.id in self.tasks
         # A job that this worker still runs after its lease ran out goes on under the new one.
         self.claims[claim.id] = claim
-        self._since[claim.id] = time.monotonic()
         if known:
             return
         task = asyncio.create_task(self._run(claim.id), name=f"job {claim.id}")
@@ -57,7 +54,6 @@ class HeldJobs:
         def ended(_: asyncio.Task[None]) -> None:
             self.tasks.pop(claim.id, None)
             self.claims.pop(claim.id, None)
-            self._since.pop(claim.id, None)
             self.finishing.discard(claim.id)
             self.lost.discard(claim.id)
             self.task_ended.set()
@@ -79,10 +75,6 @@ class HeldJobs:
         written take no room, so that the next ones come meanwhile, up to as many again."""
         held = len(self.tasks)
         return min(most - (held - len(self.finishing)), 2 * most - held)
-
-    def held_for_ms(self, job_id: str) -> int:
-        """How long ago the job was claimed."""
-        return int((time.monotonic() - self._since[job_id]) * 1000)
 
     async def checkpoint(self) -> None:
         """Keeps the progress of the jobs that are due for it."""

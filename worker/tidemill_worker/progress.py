@@ -7,7 +7,6 @@ same text, thoughts, grammar and penalties, and draws the same tokens from there
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -136,8 +135,9 @@ def read_progress(
     return progress
 
 
-def resume(rows: Sequence[Row], progress: Progress) -> None:
-    """Brings new rows, seeded as the checkpoint's were, to where it says.
+def resume(rows: Sequence[Row], progress: Progress, now: float) -> None:
+    """Brings new rows, seeded as the checkpoint's were, to where it says; `now` in seconds since
+    the Unix epoch.
 
     Raises `UnfitProgress`, whereupon the rows are of no use any more.
     """
@@ -153,7 +153,7 @@ def resume(rows: Sequence[Row], progress: Progress) -> None:
             # What ends a row otherwise than by its last token cannot be replayed.
             row.finish_reason, row.stop_reason = output.finish_reason, output.stop_reason
         if row.ended:
-            row.finished_at = output.finished_at or time.time()
+            row.finished_at = output.finished_at or now
     rows[0].cached = progress.cached_tokens
     rows[0].prompt_logprobs = list(progress.prompt_logprobs)
     if rows[0].resumed and rows[0].untold:

@@ -56,7 +56,7 @@ class JobRunner:
 
     async def _run(self, job_id: str) -> None:
         claim = self.held.claims[job_id]
-        started_ms = int(self._queue.clock() * 1000)
+        started_ms = self._now_ms()
         record: JobRecord | None = None
         job: GenerationJob | None = None
         given_up: Try | None = None
@@ -91,7 +91,7 @@ class JobRunner:
                 logger.exception("! %s failed", job_id)
         function = record.function if record else GENERATE
         enqueued_ms = record.enqueue_time_ms if record else started_ms
-        finished_ms = int(self._queue.clock() * 1000)
+        finished_ms = self._now_ms()
         encode = partial(
             encode_result_record,
             value,
@@ -137,13 +137,16 @@ class JobRunner:
                 return False
             # After an outage the job was claimed again, by this worker, while the write waited.
 
+    def _now_ms(self) -> int:
+        """By Redis's clock."""
+        return int(self._queue.clock() * 1000)
+
     def _try(self, claim: Claim, error: str) -> Try:
-        # Of Redis's clock only the claim's time is known: the rest is added by ours.
         return Try(
             number=claim.tries,
             worker=self._queue.worker,
             started_ms=claim.claimed_at_ms,
-            ended_ms=claim.claimed_at_ms + self.held.held_for_ms(claim.id),
+            ended_ms=self._now_ms(),
             error=error,
         )
 

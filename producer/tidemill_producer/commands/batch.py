@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import click
 from click.core import ParameterSource
 
-from tidemill_contracts import keys
 from tidemill_producer.batch.config import DEFAULT_WINDOW, BatchConfig
-
-Command = TypeVar("Command", bound=Callable[..., object])
+from tidemill_producer.commands.options import Command, queue_option, redis_option
 
 WORKER_OPTIONS = (
     "dtype", "quantization", "device", "max_model_len", "page_size", "max_rows", "kv_pages",
@@ -85,14 +80,7 @@ A bad line becomes one error row and stops nothing. Exit status: 0 all rows ok, 
 )
 @click.argument("input", metavar="INPUT.jsonl")
 @click.argument("output", metavar="OUTPUT.jsonl")
-@click.option(
-    "--redis",
-    "redis_url",
-    metavar="URL",
-    envvar="TIDEMILL_REDIS_URL",
-    show_envvar=True,
-    help="Use the workers of this server: redis://, rediss:// or unix://.",
-)
+@redis_option("Use the workers of this server")
 @click.option(
     "--embedded",
     is_flag=False,
@@ -101,14 +89,7 @@ A bad line becomes one error row and stops nothing. Exit status: 0 all rows ok, 
     callback=_refuse_swallowed_argument,
     help="Start a server and a worker for this run; without a value, with the demo model.",
 )
-@click.option(
-    "--queue",
-    default=keys.DEFAULT_QUEUE,
-    show_default=True,
-    envvar="TIDEMILL_QUEUE",
-    show_envvar=True,
-    help="Name of the queue.",
-)
+@queue_option
 @worker_options
 @click.option(
     "--window",

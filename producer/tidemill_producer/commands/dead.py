@@ -10,8 +10,8 @@ from typing import TypeVar
 import click
 import msgspec
 
-from tidemill_contracts import keys
 from tidemill_producer.client import DEFAULT_REDIS_URL, Producer
+from tidemill_producer.commands.options import queue_option, redis_option
 from tidemill_producer.dead import DeadLetter
 from tidemill_producer.errors import UnknownJob
 
@@ -27,24 +27,8 @@ Examples:
   tidemill dead drop --all
 """
 )
-@click.option(
-    "--redis",
-    "redis_url",
-    metavar="URL",
-    default=DEFAULT_REDIS_URL,
-    show_default=True,
-    envvar="TIDEMILL_REDIS_URL",
-    show_envvar=True,
-    help="The queue's server: redis://, rediss:// or unix://.",
-)
-@click.option(
-    "--queue",
-    default=keys.DEFAULT_QUEUE,
-    show_default=True,
-    envvar="TIDEMILL_QUEUE",
-    show_envvar=True,
-    help="Name of the queue.",
-)
+@redis_option("The queue's server", DEFAULT_REDIS_URL)
+@queue_option
 @click.pass_context
 def dead(ctx: click.Context, redis_url: str, queue: str) -> None:
     """Jobs that were given up, after too many tries: list, show, queue again or drop them."""

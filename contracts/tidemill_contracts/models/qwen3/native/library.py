@@ -75,11 +75,7 @@ class BatchArgs(ctypes.Structure):
 class Library:
     """The functions of a loaded library."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise NoLibrary(f"{path} cannot be loaded: {error}") from error
+    def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._open = library.tidemill_open
         self._open.argtypes, self._open.restype = [ctypes.c_int], pointer
@@ -132,11 +128,12 @@ def library(architecture: str = "native") -> Library:
     """
     if architecture == "native":
         _require_matrix_unit()
-    return Library(built(SOURCES, architecture))
+    return Library(load(SOURCES, architecture))
 
 
-def built(sources: Sequence[str], architecture: str) -> Path:
-    """The library of these sources, the first of which includes the others. Raises `NoLibrary`."""
+def load(sources: Sequence[str], architecture: str) -> ctypes.CDLL:
+    """The library of these sources, the first of which includes the others, built where it is
+    not there yet. Raises `NoLibrary`."""
     _require_linux()
     compiler = _require_compiler()
     options = (*OPTIONS, f"-march={architecture}")
@@ -144,7 +141,10 @@ def built(sources: Sequence[str], architecture: str) -> Path:
     target = _cache_folder() / f"{source.stem}-{_key(compiler, options, sources)}.so"
     if not target.exists():
         _build(compiler, options, source, target)
-    return target
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise NoLibrary(f"{target} cannot be loaded: {error}") from error
 
 
 def find_compiler() -> str | None:

@@ -7,7 +7,6 @@ import logging
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tidemill_contracts.models.contract import RuntimeConfig
 from tidemill_contracts.models.errors import BackendError
-from tidemill_contracts.models.qwen3.native.library import NoLibrary, built
+from tidemill_contracts.models.qwen3.native.library import NoLibrary, load
 from tidemill_contracts.models.sampling import NOT_FINITE, Draw, Telling, Told
 
 logger = logging.getLogger("tidemill.contract")
@@ -64,11 +63,7 @@ class TellArgs(ctypes.Structure):
 class NativeSampling:
     """The functions of the loaded library."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise NoLibrary(f"{path} cannot be loaded: {error}") from error
+    def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number, wide = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self._open = library.tidemill_sampler
         self._open.argtypes, self._open.restype = [number], pointer
@@ -212,7 +207,7 @@ def _line(values: np.ndarray, line: int) -> int:
 def sampling(architecture: str = "native") -> NativeSampling:
     """Built where it is not there yet; `architecture` is the compiler's ``-march``. Raises
     `NoLibrary`."""
-    return NativeSampling(built(SOURCES, architecture))
+    return NativeSampling(load(SOURCES, architecture))
 
 
 def native_sampling(runtime: RuntimeConfig) -> NativeSampling | None:
