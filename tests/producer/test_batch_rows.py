@@ -10,13 +10,14 @@ import pytest
 
 from tidemill_contracts.wire import ChatMessage, SamplingParams, StructuredOutput
 from tidemill_producer.batch import rows
+from tidemill_producer.batch.formats.tidemill import TidemillFormat
 from tidemill_producer.batch.rows import BadLine, Row, count_rows, read_rows
 from tidemill_producer.batch.tally import is_right
 
 
 def read(*lines: bytes | str) -> list[Row | BadLine]:
     raw = b"\n".join(line.encode() if isinstance(line, str) else line for line in lines)
-    found = list(read_rows(io.BytesIO(raw), run_id="run"))
+    found = list(read_rows(rows.lines(io.BytesIO(raw)), TidemillFormat(), run_id="run"))
     assert len(found) == count_rows(io.BytesIO(raw))
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from pathlib import Path
@@ -20,7 +19,8 @@ from tidemill_contracts.wire import (
     SamplingParams,
 )
 from tidemill_contracts.wire.errors import MAX_REPRO_BYTES
-from tidemill_producer.batch.rows import OutputRow, Row, encode_output, read_rows
+from tidemill_producer.batch.formats.tidemill import TidemillFormat
+from tidemill_producer.batch.rows import OutputRow, Row, read_rows
 from tidemill_worker.batcher import Batcher
 from tidemill_worker.engine.row import FailedStep
 from tidemill_worker.engine.row import Row as EngineRow
@@ -48,7 +48,7 @@ def _failed_row(prompt: list[int], generated: int = 0) -> EngineRow:
 
 
 def _as_batch_row(repro: object) -> Row:
-    (row,) = read_rows(io.BytesIO(msgspec.json.encode(repro) + b"\n"), run_id="run")
+    (row,) = read_rows([(1, msgspec.json.encode(repro))], TidemillFormat(), run_id="run")
     assert isinstance(row, Row), row
     return row
 
@@ -92,7 +92,7 @@ async def test_a_row_that_failed_fails_again_and_goes_through_once_the_fault_is_
         assert step == {"phase": "decode", "computed": "9", "length": "1"}
 
         # As it stands in the output of `tidemill batch`, after the way over Redis.
-        line = encode_output(OutputRow(custom_id="r", error=error))
+        line = TidemillFormat().encode(OutputRow(custom_id="r", error=error))
         again = _as_batch_row(json.loads(line)["error"]["repro"]).job
         wrong = ""
         error = await _outcome(batcher, again)

@@ -29,6 +29,8 @@ class BatchConfig:
     window: int = DEFAULT_WINDOW
     """Most jobs in flight."""
     overwrite: bool = False
+    format: str = "auto"
+    """Of the rows: ``tidemill``, ``openai``, or what the first line that tells is in."""
     quiet: bool = False
 
     def __post_init__(self) -> None:

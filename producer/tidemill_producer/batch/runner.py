@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from tidemill_contracts.wire import ErrorCode, JobError, Outcome
 from tidemill_contracts.wire.arq_format import UndecodableRecord
+from tidemill_producer.batch.formats import RowFormat
 from tidemill_producer.batch.output import OutputFile
-from tidemill_producer.batch.rows import BadLine, OutputRow, Row, encode_output
+from tidemill_producer.batch.rows import BadLine, OutputRow, Row
 from tidemill_producer.batch.tally import EXPECTED, TASK, Tally
 from tidemill_producer.batch.tasks import in_daemon_thread, task_group
 from tidemill_producer.client import Producer
@@ -29,6 +31,7 @@ class BatchRun:
         self,
         producer: Producer,
         rows: Iterator[Row | BadLine],
+        row_format: RowFormat,
         output: OutputFile,
         tally: Tally,
         *,
@@ -37,6 +40,7 @@ class BatchRun:
         """`window`: most jobs in flight, enqueued and not yet written."""
         self._producer = producer
         self._rows = rows
+        self._format = row_format
         self._output = output
         self._tally = tally
         self._window = window
@@ -85,19 +89,24 @@ class BatchRun:
                 row = next(rows)
                 # Only what is needed later: the prompts of a window may be gigabytes.
                 expected, task = row.job.metadata.get(EXPECTED), row.job.metadata.get(TASK, "")
-                group.create_task(self._finish(group, handle, row.custom_id, expected, task))
+                group.create_task(
+                    self._finish(group, handle, row.custom_id, row.context, expected, task)
+                )
 
     async def _finish(
         self,
         group: asyncio.TaskGroup,
         handle: JobHandle,
         custom_id: str,
+        context: Any,
         expected: str | None,
         task: str,
     ) -> None:
         outcome = await self._outcome(handle)
-        row = OutputRow(custom_id=custom_id, result=outcome.result, error=outcome.error)
-        self._output.write(encode_output(row))
+        row = OutputRow(
+            custom_id=custom_id, result=outcome.result, error=outcome.error, context=context
+        )
+        self._output.write(self._format.encode(row))
         if outcome.result is not None:
             self._tally.add_result(outcome.result)
         elif outcome.error is not None:
@@ -122,7 +131,7 @@ class BatchRun:
 
     def _write_bad_line(self, bad: BadLine) -> None:
         row = OutputRow(custom_id=bad.custom_id, error=bad.error, line=bad.line)
-        self._output.write(encode_output(row))
+        self._output.write(self._format.encode(row))
         self._tally.add_error(bad.error)
 
     async def _forget(self, job_ids: list[str]) -> None:

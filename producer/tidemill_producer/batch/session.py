@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from typing import BinaryIO
 
 from rich.console import Console
@@ -23,9 +24,11 @@ from rich.console import Console
 from tidemill_contracts.wire import TidemillError
 from tidemill_contracts.wire.status import WorkerStatus
 from tidemill_producer.batch.config import STREAM, BatchConfig
+from tidemill_producer.batch.formats.choose import rows_and_format
+from tidemill_producer.batch.formats.streams import open_input
 from tidemill_producer.batch.output import OutputFile
 from tidemill_producer.batch.progress import Progress, make_progress
-from tidemill_producer.batch.rows import count_rows, read_rows
+from tidemill_producer.batch.rows import count_rows
 from tidemill_producer.batch.runner import BatchRun
 from tidemill_producer.batch.summary import print_summary
 from tidemill_producer.batch.tally import Tally, batch_occupancy
@@ -143,8 +146,12 @@ class BatchSession:
             await self._worker.stop(INTERRUPTED_GRACE_S)
 
     async def _run_rows(self, producer: Producer, stream: BinaryIO, output: OutputFile) -> None:
-        rows = read_rows(stream, run_id=uuid.uuid4().hex)
-        self._run = BatchRun(producer, rows, output, self.tally, window=self.config.window)
+        rows, row_format = await in_daemon_thread(
+            partial(rows_and_format, stream, self.config.format, run_id=uuid.uuid4().hex)
+        )
+        self._run = BatchRun(
+            producer, rows, row_format, output, self.tally, window=self.config.window
+        )
         before = await producer.workers()
         self.tally.started = time.monotonic()
         async with task_group() as group:
@@ -218,17 +225,10 @@ def _open_input(config: BatchConfig) -> Iterator[BinaryIO]:
         return
     if config.output != STREAM and _same_file(config.input, config.output):
         raise BatchError(f"{config.input} is both input and output")
-    with _open(config.input) as stream:
-        if stream.seekable() and stream.peek(2)[:2] in UTF16_BOMS:
+    with open_input(config.input) as stream:
+        if isinstance(stream, io.BufferedReader) and stream.peek(2)[:2] in UTF16_BOMS:
             raise BatchError(f"{config.input} is UTF-16; JSON lines are UTF-8: convert it first")
         yield stream
-
-
-def _open(path: str) -> io.BufferedReader:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise BatchError(f"Cannot read {path}: {error.strerror}") from error
 
 
 async def _count(path: str) -> int | None:
@@ -237,7 +237,7 @@ async def _count(path: str) -> int | None:
     def count() -> int | None:
         if path == STREAM or not os.path.isfile(path):
             return None
-        with open(path, "rb") as stream:
+        with open_input(path) as stream:
             return count_rows(stream)
 
     return await in_daemon_thread(count)

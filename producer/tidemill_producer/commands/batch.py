@@ -74,6 +74,8 @@ A row of the input, and what comes of it:
 Instead of "prompt": "messages" or "prompt_token_ids". Also "model", "priority", "tenant",
 "deadline" and "metadata"; with metadata {"expected": "…"} the summary counts right answers.
 
+A file for the OpenAI Batch API runs as it is: see docs/batch.md.
+
 A bad line becomes one error row and stops nothing. Exit status: 0 all rows ok, 3 some failed,
 1 could not run, 130 interrupted (finished rows are in OUTPUT).
 """,
@@ -99,6 +101,13 @@ A bad line becomes one error row and stops nothing. Exit status: 0 all rows ok, 
     envvar="TIDEMILL_WINDOW",
     show_envvar=True,
     help="Most jobs in flight.",
+)
+@click.option(
+    "--format",
+    type=click.Choice(["auto", "tidemill", "openai"]),
+    default="auto",
+    show_default=True,
+    help="Of the rows; auto goes by the first row that tells.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists.")
 @click.option("--quiet", is_flag=True, help="No progress and no summary.")
