@@ -226,7 +226,12 @@ def _open_input(config: BatchConfig) -> Iterator[BinaryIO]:
     if config.output != STREAM and _same_file(config.input, config.output):
         raise BatchError(f"{config.input} is both input and output")
     with open_input(config.input) as stream:
-        if isinstance(stream, io.BufferedReader) and stream.peek(2)[:2] in UTF16_BOMS:
+        # Of a pipe, a look would wait for its first bytes.
+        if (
+            isinstance(stream, io.BufferedReader)
+            and stream.seekable()
+            and stream.peek(2)[:2] in UTF16_BOMS
+        ):
             raise BatchError(f"{config.input} is UTF-16; JSON lines are UTF-8: convert it first")
         yield stream
 

@@ -26,10 +26,7 @@ def open_input(path: str) -> BinaryIO:
     """The file's bytes, decompressed; ``-`` is stdin. Raises `BatchError`, reading does too."""
     if path == STREAM:
         return sys.stdin.buffer
-    try:
-        stream = open(path, "rb")
-    except OSError as error:
-        raise BatchError(f"Cannot read {path}: {error.strerror}") from error
+    stream = _open(path)
     if not path.endswith((".gz", ".zst")):
         return stream
     try:
@@ -116,6 +113,13 @@ class _Decompressed(io.RawIOBase):
     def close(self) -> None:
         self._stream.close()
         super().close()
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise BatchError(f"Cannot read {path}: {error.strerror}") from error
 
 
 def _decompressor(path: str) -> Callable[[], Any] | None:
