@@ -38,7 +38,7 @@ def good(*url: str, **body: Any) -> Row:
 
 
 def result(**fields: Any) -> GenerationResult:
-    given = {
+    given: dict[str, Any] = {
         "id": "run:7",
         "model": "m",
         "text": "ab",

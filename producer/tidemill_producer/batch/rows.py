@@ -146,6 +146,8 @@ def _refuse_double_keys(raw: bytes) -> None:
         json.loads(raw, object_pairs_hook=_check_keys, parse_int=str, parse_float=str)
     except RecursionError as error:
         raise invalid("The line is nested too deeply") from error
+    except ValueError as error:
+        raise invalid(f"JSON is malformed: {error}") from error
 
 
 def _check_keys(pairs: list[tuple[str, Any]]) -> None:

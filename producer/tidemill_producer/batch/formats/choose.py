@@ -37,7 +37,7 @@ def rows_and_format(
             name = _told_by(found[1]) or name
         if name == "auto" and (found is None or size > MOST_HELD_BYTES):
             name = TidemillFormat.name
-    row_format = OpenAIFormat() if name == OpenAIFormat.name else TidemillFormat()
+    row_format: RowFormat = OpenAIFormat() if name == OpenAIFormat.name else TidemillFormat()
     return read_rows(chain(held, numbered), row_format, run_id=run_id), row_format
 
 
