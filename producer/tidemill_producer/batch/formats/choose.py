@@ -12,6 +12,7 @@ from tidemill_producer.batch.formats import RowFormat
 from tidemill_producer.batch.formats.openai import OpenAIFormat
 from tidemill_producer.batch.formats.tidemill import TidemillFormat
 from tidemill_producer.batch.rows import BadLine, Row, lines, read_rows
+from tidemill_producer.errors import BatchError
 
 MOST_HELD_BYTES = 16 * 1024 * 1024
 """Lines that do not tell are held back up to here; then the file is in our own schema."""
@@ -25,12 +26,15 @@ def rows_and_format(
     stream: BinaryIO, name: str, *, run_id: str
 ) -> tuple[Iterator[Row | BadLine], RowFormat]:
     """The rows of a stream and the format called `name`; for ``auto``, that of its first line
-    that tells."""
+    that tells. Raises `BatchError`."""
     numbered = lines(stream)
     held: list[tuple[int, bytes]] = []
     size = 0
     while name == "auto":
-        found = next(numbered, None)
+        try:
+            found = next(numbered, None)
+        except OSError as error:
+            raise BatchError(f"Cannot read the input: {error.strerror}") from error
         if found is not None:
             held.append(found)
             size += len(found[1])
