@@ -126,6 +126,7 @@ def test_what_cannot_be_done_is_refused_by_its_path(body: dict[str, Any], field:
     line = OPENAI.encode(OutputRow(custom_id=bad.custom_id, error=bad.error, line=bad.line))
     assert not OPENAI.is_ok(line)
     written = json.loads(line)
+    assert written["id"] == "batch_req_r"
     assert written["line"] == 7
     assert written["response"]["status_code"] == 400
     assert written["response"]["body"]["error"]["param"] == field

@@ -27,6 +27,8 @@ class OutputFile:
         if self.path == STDOUT:
             return
         path = Path(self.path)
+        if path.suffix in (".gz", ".zst"):
+            raise BatchError(f"{path}: outputs are not compressed; leave {path.suffix} away")
         if path.is_dir():
             raise BatchError(f"{path} is a folder; name a file")
         if path.exists() and not self._overwrite:

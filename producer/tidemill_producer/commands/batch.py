@@ -74,7 +74,7 @@ A row of the input, and what comes of it:
 Instead of "prompt": "messages" or "prompt_token_ids". Also "model", "priority", "tenant",
 "deadline" and "metadata"; with metadata {"expected": "…"} the summary counts right answers.
 
-A file for the OpenAI Batch API runs as it is: see docs/batch.md.
+A file for the OpenAI Batch API runs too; its "model" must be the one served. See docs/batch.md.
 
 A bad line becomes one error row and stops nothing. Exit status: 0 all rows ok, 3 some failed,
 1 could not run, 130 interrupted (finished rows are in OUTPUT).

@@ -423,8 +423,8 @@ def quick(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("quick")
 def test_whatever_happens_every_invariant_holds_after_every_step() -> None:
-    # Hypothesis decides how many steps an example has, and what happens in it. Where it sees a CI it
-    # would give every round the same examples.
+    # Hypothesis decides how many steps an example has, and what happens in it. In a CI it would
+    # give every round the same examples.
     while EngineMachine.steps < MIN_STEPS or (
         EngineMachine.missed() and EngineMachine.steps < 2 * MIN_STEPS
     ):

@@ -68,8 +68,8 @@ class OpenAIFormat:
             status, body = status_of(row.error), error_body(row.error)
         else:
             status, body = 200, response_body(row.result, row.context)
-        request = row.result.id if row.result else f"{row.custom_id}:{row.line}"
-        written = {
+        request = row.result.id if row.result else row.custom_id or f"line-{row.line}"
+        written: dict[str, object] = {
             "id": f"batch_req_{request}",
             "custom_id": row.custom_id,
             "response": {"status_code": status, "request_id": f"req_{request}", "body": body},
